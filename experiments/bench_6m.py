@@ -8,8 +8,9 @@ far beyond the steps of a benchmark. LOG.md has what was measured.
 """
 
 from jaxtrain import AdamW, AttentionConfig, BlockConfig, DecoderConfig, Experiment, MlpConfig
+from jaxtrain.attention import Rope
 from jaxtrain.data import BigramChain
-from jaxtrain.nn import RMSNorm, Rope
+from jaxtrain.nn import RMSNorm
 from jaxtrain.optim.optimizer import everything
 
 

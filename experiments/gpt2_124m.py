@@ -29,8 +29,8 @@ from jaxtrain import (
     bf16,
 )
 from jaxtrain.data import Parquet, TokenizerFile
-from jaxtrain.models import gelu_tanh
 from jaxtrain.nn import LayerNorm
+from jaxtrain.transformer import gelu_tanh
 
 
 def experiment() -> Experiment:

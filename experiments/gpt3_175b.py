@@ -34,8 +34,8 @@ from jaxtrain import (
     tensor,
 )
 from jaxtrain.data import TokenFiles, TokenizerFile
-from jaxtrain.models import gelu_tanh
 from jaxtrain.nn import LayerNorm
+from jaxtrain.transformer import gelu_tanh
 
 
 def experiment() -> Experiment:

@@ -26,8 +26,9 @@ from jaxtrain import (
     WarmupCosine,
     bf16,
 )
+from jaxtrain.attention import Llama3Scaling, Rope
 from jaxtrain.data import TokenFiles, TokenizerFile
-from jaxtrain.nn import Llama3Scaling, RMSNorm, Rope
+from jaxtrain.nn import RMSNorm
 
 
 def experiment() -> Experiment:

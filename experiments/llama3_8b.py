@@ -30,8 +30,9 @@ from jaxtrain import (
     WarmupCosine,
     bf16,
 )
+from jaxtrain.attention import Rope
 from jaxtrain.data import TokenFiles, TokenizerFile
-from jaxtrain.nn import RMSNorm, Rope
+from jaxtrain.nn import RMSNorm
 
 
 def experiment() -> Experiment:

@@ -39,8 +39,8 @@ from jaxtrain import (
     bf16,
 )
 from jaxtrain.data import TokenFiles, TokenizerFile
-from jaxtrain.models import gelu_tanh
 from jaxtrain.nn import Initialisation, LayerNorm
+from jaxtrain.transformer import gelu_tanh
 
 
 def experiment() -> Experiment:

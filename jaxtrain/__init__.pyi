@@ -3,6 +3,7 @@
 from . import attention as attention
 from . import checkpoint as checkpoint
 from . import collectives as collectives
+from . import compression as compression
 from . import context as context
 from . import data as data
 from . import mesh as mesh
@@ -11,9 +12,12 @@ from . import moe as moe
 from . import nn as nn
 from . import operations as operations
 from . import optim as optim
+from . import quantization as quantization
+from . import transformer as transformer
 from .certificate.certify import certify as certify
 from .checkpoint.policy import SavePolicy as SavePolicy
 from .checkpoint.verify import verify as verify
+from .contract.compile import compile as compile
 from .data import TextData as TextData
 from .data import TextFiles as TextFiles
 from .drills.drill import drill as drill
@@ -29,6 +33,7 @@ from .experiment import LoRA as LoRA
 from .experiment import LossSpikes as LossSpikes
 from .experiment import Sample as Sample
 from .experiment import load_experiment as load_experiment
+from .huggingface import huggingface_config as huggingface_config
 from .machines.elastic import elastic as elastic
 from .mesh.mesh import MeshSpec as MeshSpec
 from .mesh.mesh import load_mesh as load_mesh
@@ -38,11 +43,6 @@ from .mesh.sharding import fsdp as fsdp
 from .mesh.sharding import tensor as tensor
 from .mesh.sharding import zero1 as zero1
 from .mesh.sharding import zero2 as zero2
-from .models.decoder import DecoderConfig as DecoderConfig
-from .models.transformer.attention import AttentionConfig as AttentionConfig
-from .models.transformer.block import BlockConfig as BlockConfig
-from .models.transformer.feed_forward import MlpConfig as MlpConfig
-from .models.transformer.mixture import MoeConfig as MoeConfig
 from .nn.stack import LayerLoop as LayerLoop
 from .optim.optimizer import SGD as SGD
 from .optim.optimizer import AdamW as AdamW
@@ -55,17 +55,20 @@ from .optim.precision import int8 as int8
 from .optim.schedule import WarmupCosine as WarmupCosine
 from .pipeline.config import Pipeline as Pipeline
 from .pipeline.picture import schedule as schedule
-from .planner.compile import compile as compile
 from .run.callback import Callback as Callback
 from .run.callback import Run as Run
-from .run.check import check as check
 from .run.loop import train as train
 from .run.result import Result as Result
+from .session.check import check as check
 from .telemetry.profiler import Steps as Steps
+from .transformer.attention import AttentionConfig as AttentionConfig
+from .transformer.block import BlockConfig as BlockConfig
+from .transformer.decoder import DecoderConfig as DecoderConfig
+from .transformer.feed_forward import MlpConfig as MlpConfig
+from .transformer.mixture import MoeConfig as MoeConfig
 from .weights.export import export as export
 from .weights.generate import generate as generate
 from .weights.generate import generate_text as generate_text
-from .weights.huggingface import huggingface_config as huggingface_config
 
 __all__: list[str]
 __version__: str

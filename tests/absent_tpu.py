@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.mesh.absent import ENVIRONMENT, absent_mesh
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import load_mesh
-from jaxtrain.telemetry.hlo.text import parse
-from jaxtrain.telemetry.roofline import (
+from jaxtrain.program.roofline import (
     Peaks,
     Roofline,
     fused_computations,
     is_kernel,
     kernel_roofline,
 )
+from jaxtrain.program.text import parse
 
 tpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

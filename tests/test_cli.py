@@ -32,7 +32,7 @@ from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SUPERVISOR
 from jaxtrain.fault_tolerance.ledger import read_ledger
 from jaxtrain.run.directory import left_in
-from jaxtrain.run.session import Session
+from jaxtrain.session.session import Session
 
 ROOT = Path(__file__).parents[1]
 

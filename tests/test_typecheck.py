@@ -20,10 +20,10 @@ from typecheck import PACKAGES, checked, unchecked
 
 from jaxtrain.attention.kernels import Reference
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
+from jaxtrain.attention.rotary.rope import Rope, rotate
 from jaxtrain.collectives.matmul import gather_matmul
 from jaxtrain.collectives.ring import Ring, take
 from jaxtrain.nn.norm import Norm, RMSNorm
-from jaxtrain.nn.rotary.rope import Rope, rotate
 from jaxtrain.optim.muon import newton_schulz
 from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.pipeline.layout import StageLayout

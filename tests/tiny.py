@@ -19,7 +19,7 @@ from jaxtrain.certificate import certify
 from jaxtrain.certificate.layouts import Layout
 from jaxtrain.certificate.outcome import Outcome, Program
 from jaxtrain.data import BigramChain
-from jaxtrain.run.session import Session, open_session
+from jaxtrain.session.session import Session, open_session
 
 VOCAB, SEQ, BATCH = 16, 8, 8
 

@@ -41,7 +41,7 @@ from torch.nn.attention.flex_attention import (  # noqa: E402
 )
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this checkout, installed or not
-from jaxtrain.bench.gpu.documents import SyntheticDocuments, lengths  # noqa: E402
+from jaxtrain.bench_gpu.documents import SyntheticDocuments, lengths  # noqa: E402
 from jaxtrain.telemetry.flops import (  # noqa: E402
     AttentionFlops,
     Matmul,

@@ -27,7 +27,7 @@ from jaxtrain.attention.documents import Group, Starts, TwoStarts, group, table
 from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import MASKED, Scoring
 from jaxtrain.attention.refusal import refuse
-from jaxtrain.telemetry.hlo.totals import FALLBACK
+from jaxtrain.program.totals import FALLBACK
 
 GPU_BLOCKS = Blockwise(query_block=256, key_block=512)
 """Not measured: larger tiles than elsewhere, for fewer kernels."""

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
+from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import fsdp, tensor
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.essence import essence
-from jaxtrain.models.transformer.attention import AttentionConfig
-from jaxtrain.models.transformer.block import BlockConfig
-from jaxtrain.models.transformer.feed_forward import MlpConfig
 from jaxtrain.nn.norm import RMSNorm
-from jaxtrain.nn.rotary.rope import Rope
 from jaxtrain.optim.optimizer import AdamW, everything
+from jaxtrain.transformer.attention import AttentionConfig
+from jaxtrain.transformer.block import BlockConfig
+from jaxtrain.transformer.decoder import DecoderConfig
+from jaxtrain.transformer.essence import essence
+from jaxtrain.transformer.feed_forward import MlpConfig
 
 BASELINE = Path("baselines") / "plain_loop.py"
 FREE = ("steps", "seed", "precision", "execution", "evaluation", "checkpoints", "logging")

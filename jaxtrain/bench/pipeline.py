@@ -20,27 +20,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.bench.pipeline_costs import runs_of, ticks_of, without_ticks
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment
 from jaxtrain.files.cache import cache_directory
+from jaxtrain.mesh.axes import STAGE
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
-from jaxtrain.mesh.sharding import STAGE
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.transformer.attention import AttentionConfig
-from jaxtrain.models.transformer.block import BlockConfig
-from jaxtrain.models.transformer.feed_forward import MlpConfig
-from jaxtrain.nn.rotary.rope import Rope
 from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.pipeline.analysis import bubble, cost
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.schedule import Costs, Schedule
-from jaxtrain.run.rows import open_split
-from jaxtrain.run.session import initialise
+from jaxtrain.session.rows import open_split
+from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of, row_numbers
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
+from jaxtrain.transformer.attention import AttentionConfig
+from jaxtrain.transformer.block import BlockConfig
+from jaxtrain.transformer.decoder import DecoderConfig
+from jaxtrain.transformer.feed_forward import MlpConfig
 from jaxtrain.violations import at_least, count, raise_violations
 
 PIPELINES = (

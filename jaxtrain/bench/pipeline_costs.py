@@ -18,7 +18,8 @@ from jax import lax
 from jaxtyping import PyTree
 
 from jaxtrain.collectives.vary import Index, vary
-from jaxtrain.mesh.sharding import STAGE, partition_spec
+from jaxtrain.mesh.axes import STAGE
+from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.models.stage import ModelStage
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import Schedule

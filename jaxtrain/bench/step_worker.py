@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.experiment import Experiment, load_experiment, with_fields
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.optim.precision import bf16, fp32
-from jaxtrain.telemetry.hlo.collectives import peak_memory
+from jaxtrain.program.collectives import peak_memory
 
 if TYPE_CHECKING:
-    from jaxtrain.run.session import Session
+    from jaxtrain.session.session import Session
 
 PRECISIONS = {"fp32": fp32, "bf16": bf16}
 
@@ -61,7 +61,7 @@ def _main() -> int:
     options = parser.parse_args()
     # The imports of `jaxtrain train`, which belong to the first step's time.
     from jaxtrain.files.cache import cache_directory
-    from jaxtrain.run.session import open_session
+    from jaxtrain.session.session import open_session
 
     spec = pickle.loads(base64.b64decode(options.spec))
     experiment = with_fields(load_experiment(options.experiment), options.settings)

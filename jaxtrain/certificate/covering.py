@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-AXES = ("data", "fsdp", "stage", "expert", "context", "tensor")
-"""Mesh axes that split a run; `replica` joins several runs."""
+from jaxtrain.mesh.axes import MESH_AXES
+
+AXES = tuple(axis for axis in MESH_AXES if axis != "replica")
+"""Mesh axes of the factorisations. A step does over `replica` what it does over `data`: only the
+pairwise layouts of eight devices have it."""
 
 
 def factorisations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:

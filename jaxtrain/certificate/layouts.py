@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Set
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +22,8 @@ from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
-from jaxtrain.collectives.reducer import ExactReducer
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.compression.reducer import ExactReducer
 from jaxtrain.context.choice import Method
 from jaxtrain.context.methods import GatheredKeys, RingAttention, TwoLevel, Ulysses
 from jaxtrain.experiment import Execution, Experiment
@@ -163,7 +165,7 @@ NARROW = ", 8 bits"
 """Follows the name of a precision whose products are those of the experiment, in 8 bits."""
 MESHES = (
     {"data": 2, "fsdp": 2, "tensor": 2},
-    {"data": 8},
+    {"replica": 2, "data": 4},
     {"fsdp": 8},
     {"tensor": 8},
     {"data": 2, "context": 4},
@@ -181,7 +183,7 @@ EXPERTS = (
     {"data": 2, "expert": 2, "tensor": 2},
     {"fsdp": 2, "expert": 2, "context": 2},
     {"expert": 8},
-    {"tensor": 8},
+    {"replica": 2, "tensor": 4},
 )
 STAGED_EXPERTS = (
     {"fsdp": 2, "stage": 2, "tensor": 2},
@@ -236,11 +238,12 @@ def layouts(
 def _pairwise(devices: int, experts: bool, context: bool, narrow: bool) -> tuple[Layout, ...]:
     """Returns the layouts of `quick`."""
     meshes, staged_meshes = (EXPERTS, STAGED_EXPERTS) if experts else (MESHES, STAGED)
-    has = {"expert": experts, "context": context}
-    every = factorisations(devices, [axis for axis in AXES if has.get(axis, True)])
-    arrays = [_options(_fitting(meshes, every) or [m for m in every if m["stage"] == 1])]
+    without = {axis for axis, has in (("expert", experts), ("context", context)) if not has}
+    every = factorisations(devices, [axis for axis in AXES if axis not in without])
+    fitting = partial(_fitting, devices=devices, without=without)
+    arrays = [_options(fitting(meshes) or [m for m in every if m["stage"] == 1])]
     if devices > 1:
-        staged = _fitting(staged_meshes, every) or [m for m in every if m["stage"] > 1]
+        staged = fitting(staged_meshes) or [m for m in every if m["stage"] > 1]
         arrays.append(_staged_options(staged))
         if narrow:
             names = arrays[-1]["pipeline"]
@@ -250,14 +253,14 @@ def _pairwise(devices: int, experts: bool, context: bool, narrow: bool) -> tuple
         if experts or narrow:
             del arrays[-1]["activation"]
     if devices > 1 and context:
-        cut = _fitting(CUT, every) or [m for m in every if m["context"] == devices]
+        cut = fitting(CUT) or [m for m in every if m["context"] == devices]
         arrays.append(_cut_options(cut))
     pairwise = [
         Layout(**row)
         for options in arrays
         for row in covering_array(options, _cost, [name for name in USUAL if name in options])
     ]
-    extra = _fitting(EXTRA, every) if experts else []
+    extra = fitting(EXTRA) if experts else []
     every_layout = (*pairwise, *(_plain(mesh, "explicit") for mesh in extra))
     return tuple(_named(layout, narrow) for layout in every_layout)
 
@@ -283,11 +286,12 @@ def _plain(axes: dict[str, int], mode: str) -> Layout:
 
 
 def _fitting(
-    meshes: tuple[dict[str, int], ...], every: list[dict[str, int]]
+    meshes: tuple[dict[str, int], ...], *, devices: int, without: Set[str]
 ) -> list[dict[str, int]]:
-    """Returns the meshes that are in `every`, ignoring axes of size 1."""
-    shapes = [{axis: n for axis, n in mesh.items() if n > 1} for mesh in every]
-    return [mesh for mesh in meshes if mesh in shapes]
+    """Returns the meshes of so many devices that have none of the axes in `without`."""
+    return [
+        mesh for mesh in meshes if math.prod(mesh.values()) == devices and without.isdisjoint(mesh)
+    ]
 
 
 def _options(meshes: list[dict[str, int]]) -> dict[str, list[Any]]:

@@ -18,9 +18,9 @@ from jaxtrain.mesh.compiler_options import quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.optim.elementwise import SGD
-from jaxtrain.run.evaluate import Evaluator
-from jaxtrain.run.rows import open_split
-from jaxtrain.run.session import initial_program
+from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.rows import open_split
+from jaxtrain.session.session import initial_program
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of, row_numbers
 from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment, FineTuning, Logging
-from jaxtrain.models.small import seq_of
+from jaxtrain.transformer.small import seq_of
 
 TEXT = frozenset({"tokens", "targets", "weights"})
 """Fields of a row of text that a model may read."""

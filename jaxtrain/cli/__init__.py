@@ -183,7 +183,7 @@ def _launch(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from jaxtrain.planner.overhead import overhead
     from jaxtrain.planner.seconds import step_seconds
-    from jaxtrain.run.check import check
+    from jaxtrain.session.check import check
 
     data_here = not options.data_elsewhere
     report = check(experiment_of(options), options.mesh, data_here=data_here)
@@ -226,7 +226,7 @@ def _compile(options: argparse.Namespace) -> int:
         from jaxtrain.mesh.absent import ENVIRONMENT
 
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
-    from jaxtrain.planner.compile import compile
+    from jaxtrain.contract.compile import compile
 
     tell = progress(options)
     report = compile(experiment_of(options), spec, compiler_log=_compiler_log, progress=tell)

@@ -91,7 +91,7 @@ def _add_gpu(kinds: Any) -> argparse.ArgumentParser:
 
 
 def _bench_gpu(options: argparse.Namespace) -> int:
-    from jaxtrain.bench.gpu.runner import bench_gpu
+    from jaxtrain.bench_gpu.runner import bench_gpu
 
     parts = options.parts and [name.strip() for name in options.parts.split(",")]
     mesh, dry = options.mesh, options.dry_run

@@ -7,6 +7,7 @@ import os
 import shlex
 from pathlib import Path
 
+from jaxtrain.mesh.axes import TABLE
 from jaxtrain.violations import raise_violations
 
 EXPERIMENT = '''"""A byte-level language model of the Python standard library.
@@ -41,10 +42,12 @@ def experiment() -> Experiment:
         evaluation=Evaluation(every=50, batches=8, sample=Sample("def ", tokens=100)),
     )
 '''
-MESH = """\
-# Eight simulated devices on this machine's CPU. Axes: replica, data, fsdp, stage, expert, context,
-# tensor; their sizes multiply to the devices. Meshes of GPUs and TPUs, such as h100_8 and v5p_16,
-# come with jaxtrain: pass the name as --mesh.
+AXES = "".join(f"#   {row.name:<8} {row.meaning}\n" for row in TABLE)
+MESH = f"""\
+# Eight simulated devices on this machine's CPU. Meshes of GPUs and TPUs, such as h100_8 and v5p_16,
+# come with jaxtrain: pass the name as --mesh. The sizes of these axes multiply to the devices; what
+# each axis splits:
+{AXES}\
 chip = "cpu"
 devices = 8
 

@@ -7,6 +7,7 @@ import math
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.mesh.axes import TABLE
 from jaxtrain.mesh.mesh import MeshSpec
 
 MOST_TILES = 32
@@ -23,7 +24,7 @@ def default_collectives(spec: MeshSpec) -> Collectives:
     compiler's own: on simulated devices nothing is hidden, on GPUs nothing is measured yet."""
     if spec.platform != "tpu":
         return Collectives()
-    tiles = math.prod(spec.shape[axis] for axis in ("fsdp", "expert"))
+    tiles = math.prod(spec.shape[row.name] for row in TABLE if row.parameters)
     if tiles == 1:
         return Collectives(tensor=Ring())
     by_product = Ring(1) if tiles <= MOST_TILES else None

@@ -8,7 +8,7 @@ for ever. Only what reads an array is certain to run after what makes it; of `op
 nothing is left when XLA:CPU runs a program.
 
 The collectives that XLA itself puts into a program (mode gspmd) have channel ids of their own: they
-are not mixed up. `telemetry.hlo.order.side_by_side` finds the pairs that a compiled program leaves.
+are not mixed up. `program.order.side_by_side` finds the pairs that a compiled program leaves.
 """
 
 from __future__ import annotations

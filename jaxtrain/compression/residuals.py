@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float32
 
-from jaxtrain.collectives.compressed import Compressed
-from jaxtrain.collectives.compression import Codec
-from jaxtrain.collectives.powersgd import PowerSGD, first_factor
-from jaxtrain.collectives.reducer import Reducer
+from jaxtrain.compression.codecs import Codec
+from jaxtrain.compression.compressed import Compressed
+from jaxtrain.compression.powersgd import PowerSGD, first_factor
+from jaxtrain.compression.reducer import Reducer
 from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, ways
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.leaves import leaf_dims, matrices

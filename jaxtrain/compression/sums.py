@@ -17,13 +17,13 @@ from jax import lax
 from jaxtyping import Array, Float32, Key
 
 from jaxtrain.collectives.algorithm import Algorithm
-from jaxtrain.collectives.compressed import Compressed, ErrorState, compressed_all_reduce
-from jaxtrain.collectives.compression import Codec
 from jaxtrain.collectives.named import gradient_sum
-from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
-from jaxtrain.collectives.reducer import Reducer
 from jaxtrain.collectives.ring import put, take
 from jaxtrain.collectives.vary import MeshAxes, same, vary, varying_axes
+from jaxtrain.compression.codecs import Codec
+from jaxtrain.compression.compressed import Compressed, ErrorState, compressed_all_reduce
+from jaxtrain.compression.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
+from jaxtrain.compression.reducer import Reducer
 from jaxtrain.compression.residuals import CompressedLeaf, Residuals
 from jaxtrain.nn.param import named_key
 

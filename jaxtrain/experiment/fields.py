@@ -11,7 +11,7 @@ from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.collectives.buckets import SMALL_LEAF
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.reducer import Reducer
+from jaxtrain.compression.reducer import Reducer
 from jaxtrain.context.choice import Method
 from jaxtrain.data import BatchRamp
 from jaxtrain.experiment.fine_tuning import FineTuning

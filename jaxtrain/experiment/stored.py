@@ -16,7 +16,7 @@ from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.load import config_of, stored_name
 from jaxtrain.experiment.reading import Reader, Trust
 from jaxtrain.experiment.vocabulary import CLASSES, Slot, slots_of
-from jaxtrain.models.transformer.block import BlockConfig
+from jaxtrain.transformer.block import BlockConfig
 
 ATTENTION = "experiment.execution.attention"
 
@@ -109,6 +109,20 @@ MOVED = {
     for name in names.split()
 }
 """Names of classes and functions in older runs -> their present names."""
+MOVED_MODULES = {
+    "jaxtrain.collectives.compressed": "jaxtrain.compression.compressed",
+    "jaxtrain.collectives.compression": "jaxtrain.compression.codecs",
+    "jaxtrain.collectives.powersgd": "jaxtrain.compression.powersgd",
+    "jaxtrain.models.decoder": "jaxtrain.transformer.decoder",
+    "jaxtrain.nn.quantized.delayed": "jaxtrain.quantization.delayed",
+    "jaxtrain.nn.quantized.recipe": "jaxtrain.quantization.recipe",
+    "jaxtrain.nn.rotary.rope": "jaxtrain.attention.rotary.rope",
+    "jaxtrain.nn.rotary.scaling": "jaxtrain.attention.rotary.scaling",
+} | {
+    f"jaxtrain.models.transformer.{file}": f"jaxtrain.transformer.{file}"
+    for file in ("attention", "block", "feed_forward", "latent", "mixture", "place")
+}
+"""Modules in older runs -> their present names."""
 
 
 class ForeignField(ValueError):
@@ -190,11 +204,18 @@ def _classes_in(value: Any) -> set[type]:
     return {type(value), *(kind for item in field_values for kind in _classes_in(item))}
 
 
+def _present_name(stored: str) -> str:
+    """Returns a stored name of a class or a function that has moved by its present name; any other
+    text unchanged."""
+    module, colon, name = MOVED.get(stored, stored).partition(":")
+    return f"{MOVED_MODULES.get(module, module)}{colon}{name}" if colon else stored
+
+
 def _completed(stored: Any, classes: dict[str, type]) -> Any:
     if isinstance(stored, list):
         return [_completed(item, classes) for item in stored]
     if isinstance(stored, str):
-        return MOVED.get(stored, stored)
+        return _present_name(stored)
     if not isinstance(stored, dict):
         return stored
     updated = {name: _completed(item, classes) for name, item in stored.items()}

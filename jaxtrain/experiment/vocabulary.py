@@ -23,13 +23,21 @@ import numpy as np
 from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import PlatformKernel, Reference
+from jaxtrain.attention.rotary.scaling import (
+    DynamicNtk,
+    LinearScaling,
+    Llama3Scaling,
+    LongRope,
+    RopeScaling,
+    Yarn,
+)
 from jaxtrain.attention.splash import Splash, SplashBlocks
 from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.algorithm import Algorithm
-from jaxtrain.collectives.compression import Codec, Fp8, Int8, RandomK, Sign, TopK
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.compression.codecs import Codec, Fp8, Int8, RandomK, Sign, TopK
 from jaxtrain.data import (
     BigramChain,
     BpeTokenizer,
@@ -47,21 +55,11 @@ from jaxtrain.data.source import Source
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
-from jaxtrain.models.families import FAMILIES
-from jaxtrain.models.transformer.feed_forward import Activation, gelu_exact, gelu_tanh, silu
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.moe.megablox import Megablox
 from jaxtrain.moe.router import Router, SigmoidRouter, SoftmaxRouter
 from jaxtrain.moe.triton_blocks import TritonBlocks
-from jaxtrain.nn.rotary.scaling import (
-    DynamicNtk,
-    LinearScaling,
-    Llama3Scaling,
-    LongRope,
-    RopeScaling,
-    Yarn,
-)
 from jaxtrain.optim.leaves import LeafMask, everything, hidden_matrices, matrices
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED
 from jaxtrain.optim.rate import linear_scaling, square_root_scaling
@@ -77,6 +75,8 @@ from jaxtrain.optim.schedule import (
     linear_decay,
     one_minus_sqrt,
 )
+from jaxtrain.transformer.families import FAMILIES
+from jaxtrain.transformer.feed_forward import Activation, gelu_exact, gelu_tanh, silu
 
 ANY: dict[tuple[type, str], tuple[Any, ...]] = {
     (Experiment, "model"): FAMILIES,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.run.session import Session
+from jaxtrain.session.session import Session
 from jaxtrain.step.state import TrainState
 
 TURNED = -4.0

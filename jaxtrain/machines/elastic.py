@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxtrain.experiment import Experiment, load_experiment
-from jaxtrain.mesh.axes import BATCH_AXES
+from jaxtrain.mesh.axes import BATCH_AXES, ROWS
 from jaxtrain.mesh.mesh import AxisSizes, MeshSpec, format_axes, load_mesh
-from jaxtrain.run.check import check
+from jaxtrain.session.check import check
 from jaxtrain.violations import raise_violations
 
-KEPT = ("tensor", "context", "stage", "expert", "fsdp", "replica")
-"""Mesh axes, first those that keep their size longest. The remaining devices are `data`."""
+KEPT = sorted(ROWS, key=lambda axis: ROWS[axis].kept)
+"""Mesh axes, first those that keep their size longest."""
 
 
 class ElasticPlan(NamedTuple):
@@ -97,7 +97,7 @@ def _candidates(
     original: ElasticPlan, batch: int, spec: MeshSpec, number: int
 ) -> Iterator[ElasticPlan]:
     """Meshes of all devices of `number` machines, the best first: no axis is longer than on the
-    original mesh, and `data` is reduced first."""
+    original mesh, and the last of KEPT is reduced first."""
     devices, sizes = spec.devices // original.machines * number, dict(spec.axes)
     ranges = [[n for n in range(1, size + 1) if devices % n == 0] for size in sizes.values()]
     cuts = [dict(zip(sizes, cut, strict=True)) for cut in itertools.product(*ranges)]

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh import hardware, library
-from jaxtrain.mesh.axes import MESH_AXES
+from jaxtrain.mesh.axes import MESH_AXES, order_violations
 from jaxtrain.mesh.hardware import CHIPS, LINKS, Chip, Facts, Link
 from jaxtrain.violations import did_you_mean, raise_violations
 
@@ -66,6 +66,7 @@ class MeshSpec:
 
     def __post_init__(self) -> None:
         problems = _axis_problems(self.axes, self.devices)
+        problems += order_violations(self.axes, dict(self.links))
         problems += _layout_problems(self.chip, self.devices, self.devices_per_host, self.topology)
         raise_violations(problems, self.where)
 

@@ -19,7 +19,17 @@ from typing import NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.mesh.axes import BATCH_AXES, LOGICAL_AXES, MESH_AXES, STACKING_AXES
+from jaxtrain.mesh.axes import (
+    BATCH_AXES,
+    EXPERT_AXES,
+    LOGICAL_AXES,
+    MESH_AXES,
+    STACKING_AXES,
+    STAGE,
+    TABLE,
+    TENSOR_PARALLEL,
+    axes_that_split,
+)
 from jaxtrain.remedies import Clash, Near, multiples_near, options, smaller_axis
 from jaxtrain.reprs import short_repr
 
@@ -46,10 +56,6 @@ class PaddedAxis(str):
         return (str(self), self.real)
 
 
-STAGE, EXPERT = "stage", "expert"
-IN_USE_SPLIT = ("heads", "kv_heads", "mlp", "vocab")
-"""Logical axes that stay split in use, over `tensor`."""
-
 Dims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the mesh axes it is split over, major first."""
 
@@ -69,7 +75,7 @@ def table(entries: Mapping[str, str | tuple[str, ...]]) -> Table:
     return tuple(rows)
 
 
-_IN_USE = table({"batch": BATCH_AXES, "seq": "context"})
+_IN_USE = table({name: axes_that_split(name) for name in ("batch", "seq")})
 
 
 @dataclass(frozen=True)
@@ -124,14 +130,15 @@ class ShardingRules:
         pipeline `stage` splits what is stacked over layers by layer; all other parameters belong to
         every stage, and are split over it as they are over `tensor` (and within that)."""
         rules = self
-        if sizes.get(EXPERT, 1) > 1 and "experts" in axes and not is_small(axes):
+        by_expert = any(sizes.get(axis, 1) > 1 for axis in EXPERT_AXES)
+        if by_expert and "experts" in axes and not is_small(axes):
             rules = self._by_expert()
         return rules if sizes.get(STAGE, 1) == 1 else rules._by_stage(axes, sizes)
 
     def _by_expert(self) -> ShardingRules:
         def split(rules: Table) -> Table:
-            table = {name: tuple(a for a in over if a != EXPERT) for name, over in rules}
-            return tuple((table | {"experts": (EXPERT, *table.get("experts", ()))}).items())
+            table = {name: tuple(a for a in over if a not in EXPERT_AXES) for name, over in rules}
+            return tuple((table | {"experts": EXPERT_AXES + table.get("experts", ())}).items())
 
         optimizer = None if self.optimizer is None else split(self.optimizer)
         return replace(
@@ -143,7 +150,7 @@ class ShardingRules:
 
     def _by_stage(self, axes: LogicalAxes, sizes: Mapping[str, int]) -> ShardingRules:
         in_use = dict(self.activations)
-        names = ("layers",) if "layers" in axes else IN_USE_SPLIT
+        names = ("layers",) if "layers" in axes else TENSOR_PARALLEL
         added = {name: (*in_use.get(name, ()), STAGE) for name in names}
 
         def present(split: tuple[str, ...]) -> tuple[str, ...]:
@@ -191,19 +198,19 @@ def zero1() -> ShardingRules:
 
 def zero2() -> ShardingRules:
     """Parameters whole, optimizer state and accumulated gradients split (P_os+g)."""
-    split = ("fsdp", "data")
+    split = tuple(row.name for row in reversed(TABLE) if row.optimizer)
     return ShardingRules(optimizer=table({"embed": split, "latent": split}))
 
 
 def fsdp() -> ShardingRules:
     """Parameters, gradients and optimizer state split (ZeRO-3, P_os+g+p)."""
-    split = ("fsdp", "expert")
+    split = tuple(row.name for row in TABLE if row.parameters)
     return ShardingRules(params=table({"embed": split, "latent": split}))
 
 
 def tensor() -> ShardingRules:
     """Heads, hidden units and vocabulary split (Megatron; Shoeybi et al. 2019)."""
-    split = table({"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"})
+    split = table({name: axes_that_split(name) for name in TENSOR_PARALLEL})
     return ShardingRules(params=split, activations=_merge(_IN_USE, split))
 
 
@@ -305,9 +312,10 @@ def place(
                     f"{path} has shape {leaf.shape} and {len(names)} logical axes {names}; "
                     f"name one axis for each dim"
                 )
-            at_rest = dims(names, own.params, sizes=sizes, what=path)
-            optimizer = dims(names, own.optimizer_table, sizes=sizes, what=path)
             in_use = dims(names, used, sizes=sizes, what=path)
+            at_rest = dims(names, own.params, sizes=sizes, what=path)
+            at_rest = in_use if is_small(names) else at_rest
+            optimizer = dims(names, own.optimizer_table, sizes=sizes, what=path)
         except ValueError as error:
             violations.append(str(error))
             continue

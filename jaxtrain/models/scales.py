@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.description import ModelDescription
-from jaxtrain.nn.quantized.delayed import (
+from jaxtrain.quantization.delayed import (
     EXPONENTS,
     ROWS,
     SCALES,
@@ -18,7 +18,7 @@ from jaxtrain.nn.quantized.delayed import (
     next_table,
     table_of_weight,
 )
-from jaxtrain.nn.quantized.recipe import Products
+from jaxtrain.quantization.recipe import Products
 
 
 def scale_names(description: ModelDescription | None) -> frozenset[str]:

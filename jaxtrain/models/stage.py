@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from jaxtrain.collectives.vary import Index, vary
-from jaxtrain.mesh.sharding import STAGE
+from jaxtrain.mesh.axes import STAGE
 from jaxtrain.models.description import STACK, ModelDescription
 from jaxtrain.models.layered import Model
 from jaxtrain.nn.communicator import Communicator

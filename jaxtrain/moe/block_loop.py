@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxtrain.collectives.vary import vary, varying_axes
 from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, blocks_of
-from jaxtrain.nn.quantized.products import product_of_numbers
+from jaxtrain.quantization.products import product_of_numbers
 
 
 @dataclass(frozen=True)

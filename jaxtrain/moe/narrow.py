@@ -33,9 +33,9 @@ from jaxtrain.moe.grouped import (
     grouped_matmul,
     takes_8_bits,
 )
-from jaxtrain.nn.quantized.delayed import entry, own_tables, quantized_by, scale_of
-from jaxtrain.nn.quantized.formats import Format, Scaled, along, greatest_of_matrices
-from jaxtrain.nn.quantized.products import QuantizedWeight, Ways, kept, scales_alike
+from jaxtrain.quantization.delayed import entry, own_tables, quantized_by, scale_of
+from jaxtrain.quantization.formats import Format, Scaled, along, greatest_of_matrices
+from jaxtrain.quantization.products import QuantizedWeight, Ways, kept, scales_alike
 
 Weights = tuple[QuantizedWeight, ...]
 Matrices = Float[Array, "experts _ _"] | QuantizedWeight

@@ -26,11 +26,11 @@ from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index, MeshAxes
 from jaxtrain.mesh.axes import keeps_dtype
 from jaxtrain.nn.head_chunk import LEAST_CHUNK
-from jaxtrain.nn.quantized import products as quantized
-from jaxtrain.nn.quantized.delayed import SCALES
-from jaxtrain.nn.quantized.products import QuantizedWeight, Ways
-from jaxtrain.nn.quantized.recipe import Products
 from jaxtrain.nn.tiles import TiledProducts
+from jaxtrain.quantization import products as quantized
+from jaxtrain.quantization.delayed import SCALES
+from jaxtrain.quantization.products import QuantizedWeight, Ways
+from jaxtrain.quantization.recipe import Products
 
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]

@@ -21,7 +21,8 @@ from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import Index, MeshAxes, vary
 from jaxtrain.mesh.axes import STACKING_AXES, TOKEN_AXES, keeps_dtype
-from jaxtrain.mesh.sharding import EXPERT, STAGE, Leaf, ways
+from jaxtrain.mesh.roles import Roles
+from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.nn.bundle import (
     LeafSplits,
     gather_bundle,
@@ -43,10 +44,10 @@ from jaxtrain.nn.communicator import (
     Weights,
     gather,
 )
-from jaxtrain.nn.quantized import products as quantized
-from jaxtrain.nn.quantized.delayed import own_tables
-from jaxtrain.nn.quantized.products import QuantizedWeight, Ways
 from jaxtrain.nn.tiles import Body, TiledProducts
+from jaxtrain.quantization import products as quantized
+from jaxtrain.quantization.delayed import own_tables
+from jaxtrain.quantization.products import QuantizedWeight, Ways
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +63,7 @@ class Explicit(Local):
     sizes: Mapping[str, int] = field(kw_only=True)
     """Mesh axes of size > 1, in mesh order."""
     places: Mapping[str, Leaf] = field(kw_only=True)
-    tensor: tuple[str, ...] = ()
-    """Mesh axes over which heads, hidden units and vocabulary are split."""
+    roles: Roles = Roles()  # noqa: RUF009 (frozen)
     reduce_dtype: Any = jnp.float32
     collectives: Collectives = Collectives()  # noqa: RUF009 (frozen)
     counted: frozenset[str] = frozenset()
@@ -72,8 +72,6 @@ class Explicit(Local):
     """FLOPs of a device while its link carries one byte of weights; 0 if unknown."""
     gather_weights: bool = True
     """False: parameters were gathered outside the differentiated function (once a step)."""
-    sequence: tuple[str, ...] = ()
-    """Mesh axes that cut the sequence."""
     context: Any = None
     """How attention sees complete rows then: a `context.methods.ContextMethod`."""
     tiled: Mapping[int, Tiled] = field(default_factory=dict)
@@ -129,25 +127,26 @@ class Explicit(Local):
     def _scaled_together(self, names: list[str], prefix: str) -> list[list[str]]:
         """Divides matrices into those whose greatest magnitudes share an all-reduce. Experts'
         matrices are apart where devices have different experts."""
-        if EXPERT not in self.sizes:
+        if not self.roles.experts:
             return [names]
         apart = [k for k in names if prefix + k in self.expert_matrices]
         return [[k for k in names if k not in apart], apart]
 
     def tables(self, scales: jax.Array, weight: jax.Array) -> jax.Array:
-        if scales.ndim == 1 or EXPERT not in self.sizes:
+        if scales.ndim == 1 or not self.roles.experts:
             return scales
-        return own_tables(scales, weight.shape[0], (EXPERT,))
+        return own_tables(scales, weight.shape[0], self.roles.experts)
 
     def ways(self) -> Ways:
-        # Each stage has another microbatch, unless `tensor` includes the stages.
-        maxima = tuple(axis for axis in self.axes if axis != STAGE or STAGE in self.tensor)
-        algorithm = self.collectives.tensor
-        return replace(super().ways(), maxima=maxima, tensor=self.tensor, by=algorithm)
+        # Each stage has another microbatch, unless the stages split the stream too.
+        stream, stages = self.roles.stream, self.roles.layers
+        maxima = tuple(axis for axis in self.axes if axis in stream or axis not in stages)
+        return replace(super().ways(), maxima=maxima, tensor=stream, by=self.collectives.tensor)
 
     def ways_of_experts(self) -> Ways:
         ways = self.ways()
-        return replace(ways, maxima=tuple(axis for axis in ways.maxima if axis != EXPERT))
+        apart = self.roles.experts
+        return replace(ways, maxima=tuple(axis for axis in ways.maxima if axis not in apart))
 
     def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
         """tiles: gradients of other leaves, which were scattered while they were computed."""
@@ -199,8 +198,8 @@ class Explicit(Local):
             return super().column(x, *weights)
         choice, used = self.collectives.tensor, tuple(self.tiled.get(id(w), w) for w in weights)
         if isinstance(choice, Ring):
-            return gather_matmul(x, used, self.tensor, choice)
-        x = gather_tokens("column gradients", self.tensor, choice, x)
+            return gather_matmul(x, used, self.roles.stream, choice)
+        x = gather_tokens("column gradients", self.roles.stream, choice, x)
         return tuple(multiply(x, w) for w in used)
 
     def row(self, x: jax.Array, weight: Any, *adapters: Pair) -> jax.Array:
@@ -209,8 +208,9 @@ class Explicit(Local):
         choice = self.collectives.tensor
         xs, weights = zip((x, self.tiled.get(id(weight), weight)), *adapters, strict=True)
         if isinstance(choice, Ring):
-            return matmul_scatter(xs, weights, self.tensor, choice)
-        return scatter_tokens("row", self.tensor, choice, matmul_scatter(xs, weights, (), Ring()))
+            return matmul_scatter(xs, weights, self.roles.stream, choice)
+        parts = matmul_scatter(xs, weights, (), Ring())
+        return scatter_tokens("row", self.roles.stream, choice, parts)
 
     def column_gradients(
         self, x: jax.Array, *dys: jax.Array, tiled: Sequence[Tiled | None] = ()
@@ -227,21 +227,21 @@ class Explicit(Local):
         in_slice = (local >= 0) & (local < vectors.shape[0])
         rows = vectors[jnp.clip(local, 0, vectors.shape[0] - 1)]
         rows = jnp.where(in_slice[:, None], rows, jnp.zeros((), rows.dtype))
-        return scatter_tokens("embedding", self.tensor, self.collectives.tensor, rows)
+        return scatter_tokens("embedding", self.roles.stream, self.collectives.tensor, rows)
 
     def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
-        if not self.sequence:
+        if not self.roles.seq:
             return kernel(q, k, v, starts)
-        return self.context(kernel, q, k, v, starts, self.sequence)
+        return self.context(kernel, q, k, v, starts, self.roles.seq)
 
     def positions(self, seq: int) -> Int[Array, " seq"]:
-        if not self.sequence:
+        if not self.roles.seq:
             return super().positions(seq)
-        order = self.context.order(ways(self.sequence, self.sizes))
-        return order.positions(seq, self.sequence)
+        order = self.context.order(ways(self.roles.seq, self.sizes))
+        return order.positions(seq, self.roles.seq)
 
     def row_seq(self, seq: int) -> int:
-        return seq * ways(self.sequence, self.sizes)
+        return seq * ways(self.roles.seq, self.sizes)
 
     def experts(
         self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
@@ -250,47 +250,49 @@ class Explicit(Local):
         expert. Its outputs are parts of a sum, and so are the gradients that pass through the
         router. The sums over `tensor`, here of x's and elsewhere of the router's gradient,
         therefore count each part once."""
-        x = gather_tokens("column gradients", self.tensor, self.collectives.tensor, x)
-        out = layer(x, leaves, facts, self._exchange())
-        return scatter_tokens("row", self.tensor, self.collectives.tensor, out)
+        out = layer(self.all_tokens(x), leaves, facts, self._exchange())
+        return scatter_tokens("row", self.roles.stream, self.collectives.tensor, out)
 
     def _exchange(self) -> Exchange:
-        first = jnp.float32(self._tensor_index() == 0) if self.tensor else 1.0
-        tokens, experts = ([a for a in self.axes if a in axes] for axes in (TOKEN_AXES, (EXPERT,)))
+        first = jnp.float32(index_in(self.roles.mlp) == 0) if self.roles.mlp else 1.0
+        tokens = tuple(axis for axis in self.axes if axis in TOKEN_AXES)
         rows, chunk = self.collectives.experts, self.expert_chunk
-        return Exchange(tuple(tokens), first, tuple(experts), rows, chunk)
+        return Exchange(tokens, first, self.roles.experts, rows, chunk)
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
-        share = per_token.shape[0] // self.vocab_ways()
-        return lax.dynamic_slice_in_dim(per_token, self._tensor_index() * share, share, axis=0)
+        share = per_token.shape[0] // ways(self.roles.stream, self.sizes)
+        first = index_in(self.roles.stream) * share
+        return lax.dynamic_slice_in_dim(per_token, first, share, axis=0)
 
     def all_tokens(self, x: jax.Array) -> jax.Array:
-        return gather_tokens("column gradients", self.tensor, self.collectives.tensor, x)
+        return gather_tokens("column gradients", self.roles.stream, self.collectives.tensor, x)
 
     def scatter_head_gradient(self, dx: jax.Array) -> jax.Array:
-        return sum_scatter("head gradients", dx, self.tensor, 0, self.collectives.tensor)
-
-    def _tensor_index(self) -> Index:
-        return lax.axis_index(self.tensor) if self.tensor else 0
+        return sum_scatter("head gradients", dx, self.roles.stream, 0, self.collectives.tensor)
 
     def vocab_offset(self, local: int) -> Index:
-        return self._tensor_index() * local
+        return index_in(self.roles.vocab) * local
 
     def sum_over_heads(self, squares: jax.Array) -> jax.Array:
-        return _sum_over_heads(self.tensor, self.axes, squares)
+        return _sum_over_heads(self.roles.heads, self.axes, squares)
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array:
-        return vary(sum_over("vocabulary", x, self.tensor), self.axes)
+        return vary(sum_over("vocabulary", x, self.roles.vocab), self.axes)
 
     def max_over_vocab(self, x: jax.Array) -> jax.Array:
-        return vary(lax.pmax(x, self.tensor), self.axes) if self.tensor else x
+        return vary(lax.pmax(x, self.roles.vocab), self.axes) if self.roles.vocab else x
 
     def vocab_ways(self) -> int:
-        return ways(self.tensor, self.sizes)
+        return ways(self.roles.vocab, self.sizes)
 
     def pregathered(self) -> Explicit:
         """The same communicator, for parameters that were gathered once before."""
         return replace(self, gather_weights=False)
+
+
+def index_in(axes: MeshAxes) -> Index:
+    """Returns the device's position along these mesh axes, 0 if there are none."""
+    return lax.axis_index(axes) if axes else 0
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.roles import roles_of
 from jaxtrain.mesh.sharding import (
-    EXPERT,
     Leaf,
     ShardingRules,
     activation_dims,
@@ -36,8 +36,8 @@ from jaxtrain.nn.communicator import (
     TokenFacts,
     Weights,
 )
-from jaxtrain.nn.quantized import crossing
-from jaxtrain.nn.quantized.products import as_sent, received
+from jaxtrain.quantization import crossing
+from jaxtrain.quantization.products import as_sent, received
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,8 @@ class Gspmd(Local):
     ) -> jax.Array:
         sizes, table = dict(self.mesh.shape), self.rules.activations
         tokens = activation_dims(("batch*seq", None), table, sizes=sizes)
-        (split,) = activation_dims(("mlp",), table, sizes=sizes)
-        experts = (EXPERT,) if sizes.get(EXPERT, 1) > 1 else ()
+        roles = roles_of(table, sizes)
+        split, experts = roles.mlp, roles.experts
         axes = (*tokens[0], *split)
         dtypes = crossing.each(lambda leaf: leaf.dtype, leaves)
 

@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 
 from jaxtrain.mesh.axes import STACKING_AXES
-from jaxtrain.nn.quantized.delayed import SCALES
-from jaxtrain.nn.quantized.products import QuantizedWeight
+from jaxtrain.quantization.delayed import SCALES
+from jaxtrain.quantization.products import QuantizedWeight
 
 Arrays = dict[str, Any]
 

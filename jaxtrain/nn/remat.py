@@ -11,6 +11,7 @@ from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from jaxtrain.mesh.host_memory import DEVICE, HOST
+from jaxtrain.quantization.recipe import PRODUCT
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,8 +19,6 @@ ATTENTION = ("attention_out", "attention_lse")
 """Names of the values that attention kernels save for their backward pass."""
 INPUT = "block_input"
 """Name of a body's input."""
-PRODUCT = "quantized_product"
-"""Name of the outputs of products in 8 bits, into which policies do not look."""
 
 _BY_KERNELS: Callable[..., bool] = policies.save_only_these_names(*ATTENTION)
 _DOTS: Callable[..., bool] = policies.save_from_both_policies(

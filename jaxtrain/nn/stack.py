@@ -21,10 +21,10 @@ from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.vary import Index
-from jaxtrain.nn.quantized.products import differentiated, standing_for
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.tiles import TiledProducts
 from jaxtrain.overlap.alongside import Call, alongside
+from jaxtrain.quantization.products import differentiated, standing_for
 
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
-from jaxtrain.nn.quantized.products import QuantizedWeight, standing_for
+from jaxtrain.quantization.products import QuantizedWeight, standing_for
 
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]

@@ -16,8 +16,15 @@ from jaxtrain.operations.collectives import (
 )
 from jaxtrain.telemetry.flops import AttentionFlops
 
-SAVED_AS = frozenset({"", "product", "attention"})
-"""Names under which remat policies save values."""
+SAVED: dict[str, frozenset[str]] = {
+    "full": frozenset(),
+    "attention": frozenset({"attention"}),
+    "dots": frozenset({"product"}),
+    "dots_and_attention": frozenset({"product", "attention"}),
+}
+"""The values that each remat policy saves, by `Node.saved_as`; "none" saves all that is read."""
+SAVED_AS = frozenset({""}).union(*SAVED.values())
+"""Names under which remat policies save values; "" if none does."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,10 @@ class Node:
     deferred_gather: Gather | None = None
     scales: Scales = Scales()  # noqa: RUF009 (frozen)
     block: int = 0
+
+    def is_saved(self, remat: str) -> bool:
+        """Returns True if the remat policy saves the value for a backward pass that reads it."""
+        return remat == "none" or self.saved_as in SAVED[remat]
 
     @property
     def exchange(self) -> ExpertExchange | None:

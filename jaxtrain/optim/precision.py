@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
-from jaxtrain.nn.quantized.recipe import Fp8Products, Int8Products, Products
+from jaxtrain.quantization.recipe import Fp8Products, Int8Products, Products
 from jaxtrain.reprs import short_repr
 from jaxtrain.violations import at_least, count, positive, raise_violations
 

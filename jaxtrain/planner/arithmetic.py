@@ -20,10 +20,10 @@ from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
 from jaxtrain.attention.triton import Triton
-from jaxtrain.collectives.compressed import Compressed
-from jaxtrain.collectives.powersgd import PowerSGD
+from jaxtrain.compression.compressed import Compressed
+from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.context.schemes import scheme
-from jaxtrain.mesh.sharding import STAGE, ways
+from jaxtrain.mesh.sharding import ways
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_count, block_rows
 from jaxtrain.moe.megablox import Megablox
@@ -33,7 +33,6 @@ from jaxtrain.operations.block import attention_of, mixture_of
 from jaxtrain.operations.experts import ExpertCall
 from jaxtrain.operations.operation import Operation
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
-from jaxtrain.planner.backward_work import SAVED
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import asked_of, calls, expert_chunks, kernel_of, local_rows
 
@@ -43,7 +42,7 @@ OPAQUE = (Cudnn, Triton, Splash, Megablox, TritonBlocks)
 
 
 def asked_flops(assembly: Assembly) -> float | None:
-    """Returns the matmul FLOPs of one device's step, counted as `telemetry.hlo`'s `dot_flops` does.
+    """Returns the matmul FLOPs of one device's step, counted as `program`'s `dot_flops` does.
 
     None if they are not known: for a model, a kernel or an optimizer of one's own; for Muon and
     PowerSGD, which multiply matrices themselves; for frozen leaves and adapters; for a pipeline;
@@ -60,9 +59,10 @@ def asked_flops(assembly: Assembly) -> float | None:
     multiplies = isinstance(reducer, Compressed) and isinstance(reducer.codec, PowerSGD)
     if multiplies or not isinstance(e.optimizer, WITHOUT_PRODUCTS):
         return None
-    model, tensor = assembly.described, ways(assembly.tensor, assembly.sizes)
+    model, roles = assembly.described, assembly.roles
+    vocab, tensor = (ways(axes, assembly.sizes) for axes in (roles.vocab, roles.stream))
     rows, seq = local_rows(assembly)
-    total = 3 * 2 * rows * seq * model.embed * model.head.padded / tensor
+    total = 3 * 2 * rows * seq * model.embed * model.head.padded / vocab
     for call in calls(assembly):
         operation_flops = _operation_flops(assembly, call)
         if operation_flops is None:
@@ -79,7 +79,8 @@ def opaque_flops(assembly: Assembly) -> float:
       multiplied.
     """
     remat, total = assembly.loop.remat, 0.0
-    stages, microbatches = assembly.sizes.get(STAGE, 1), assembly.experiment.microbatches
+    microbatches = assembly.experiment.microbatches
+    stages = ways(assembly.roles.layers, assembly.sizes)
     for call, forward in _opaque_calls(assembly):
         if mixture_of(call) is not None:
             times = 3 + (remat != "none")
@@ -110,14 +111,15 @@ def _opaque_calls(assembly: Assembly) -> list[tuple[Operation, float]]:
     if assembly.description is None or assembly.description.tokens is None:
         return []
     seq = assembly.abstract_batch()[assembly.described.tokens].shape[2]
-    tensor, stages = ways(assembly.tensor, assembly.sizes), assembly.sizes.get(STAGE, 1)
+    roles = assembly.roles
+    hidden, stages = (ways(axes, assembly.sizes) for axes in (roles.mlp, roles.layers))
     rows = assembly.largest_batch / assembly.experiment.microbatches
     opaque_calls: list[tuple[Operation, float]] = []
     for call in calls(assembly):
         if not isinstance(kernel_of(assembly, call), OPAQUE):
             continue
         if (mixture := mixture_of(call)) is not None:
-            opaque_calls.append((call, _expert_flops(assembly, mixture) / tensor))
+            opaque_calls.append((call, _expert_flops(assembly, mixture) / hidden))
         elif (attention := attention_of(call)) is not None:
             computed = replace(attention, needed=None).flops
             batch_flops = computed.flops(computed.pairs(seq)) * rows
@@ -134,20 +136,19 @@ def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
         return _attention_flops(assembly, attention)
     remat, total = assembly.loop.remat, 0.0
     for node in call.nodes(0, 1):
-        recomputed = remat != "none" and node.saved_as not in SAVED[remat]
-        total += node.flops(*local_rows(assembly)) * (3 + recomputed)
+        total += node.flops(*local_rows(assembly)) * (3 + (not node.is_saved(remat)))
     return total
 
 
 def _mixture_flops(assembly: Assembly, call: ExpertCall) -> float | None:
-    kernel, tensor = kernel_of(assembly, call), ways(assembly.tensor, assembly.sizes)
+    kernel, hidden = kernel_of(assembly, call), ways(assembly.roles.mlp, assembly.sizes)
     if not isinstance(kernel, (BlockLoop, *OPAQUE)):
         return None
     visible = 0.0 if isinstance(kernel, OPAQUE) else _expert_flops(assembly, call)
     passes = 3 + (assembly.loop.remat != "none" or expert_chunks(assembly, call) > 1)
     replicated = [call.router, *(w for w in call.shared if w.columns == 1)]
     split_size = sum(w.size for w in call.shared if w.columns > 1)
-    size = sum(w.size for w in replicated) * tensor + split_size
+    size = sum(w.size for w in replicated) * hidden + split_size
     return (visible + 2 * math.prod(local_rows(assembly)) * size) * passes
 
 
@@ -186,7 +187,7 @@ def _cut(assembly: Assembly, mask: AttentionMask) -> list[tuple[float, int, Atte
     split, as if it had all heads. In contiguous order they are the last device's."""
     method, seq = assembly.context, local_rows(assembly)[1]
     assert method is not None
-    sequence_ways = ways(assembly.sequence, assembly.sizes)
+    sequence_ways = ways(assembly.roles.seq, assembly.sizes)
     group = method.trading(sequence_ways)
     together = seq * group
     if group == sequence_ways:

@@ -9,23 +9,22 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.rounded import Rounded
 from jaxtrain.collectives.rows import Ragged
+from jaxtrain.compression.compressed import Compressed
+from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.compression.sums import Choice
 from jaxtrain.context.methods import GatheredKeys
-from jaxtrain.mesh.axes import STACKING_AXES
-from jaxtrain.mesh.sharding import STAGE, Leaf, ways
+from jaxtrain.mesh.axes import STACKING_AXES, STAGE
+from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.models.description import STACK
 from jaxtrain.nn.loss import chunk_count
-from jaxtrain.nn.quantized.recipe import Products
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars, Muon
@@ -42,6 +41,7 @@ from jaxtrain.planner.facts import (
     StepFacts,
     SumFacts,
 )
+from jaxtrain.quantization.recipe import Products
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import local_rows
 
@@ -95,7 +95,7 @@ def facts_of(assembly: Assembly) -> StepFacts:
     }
     return StepFacts(
         sizes=assembly.sizes,
-        tensor=assembly.tensor,
+        roles=assembly.roles,
         tokens=rows * seq,
         chunks=chunk_count(rows * seq, rows, assembly.chunk_tokens),
         microbatches=e.microbatches,
@@ -124,10 +124,10 @@ def _sequence_facts(assembly: Assembly) -> SequenceFacts | None:
     method = assembly.context
     if method is None:
         return None
-    cut = ways(assembly.sequence, assembly.sizes)
+    cut = ways(assembly.roles.seq, assembly.sizes)
     group = method.trading(cut)
     return SequenceFacts(
-        assembly.sequence,
+        assembly.roles.seq,
         local_rows(assembly)[1],
         cut // group,
         group,

@@ -17,14 +17,6 @@ from jaxtrain.operations.collectives import Communication, ExpertExchange, Gathe
 from jaxtrain.operations.node import Node, Tensors
 from jaxtrain.planner.facts import StepFacts
 
-SAVED: dict[str, frozenset[str]] = {
-    "full": frozenset(),
-    "attention": frozenset({"attention"}),
-    "dots": frozenset({"product"}),
-    "dots_and_attention": frozenset({"product", "attention"}),
-}
-"""The values that each remat policy saves, by `Node.saved_as`; "none" saves all that is read."""
-
 
 class BackwardWork(NamedTuple):
     """Backward work of one turn of the remat policy's body.
@@ -144,14 +136,12 @@ def _for_weights(nodes: Sequence[Node], number: int) -> bool:
 
 def made_again(nodes: Sequence[Node], read: Iterable[int], remat: str) -> set[int]:
     """Returns the values read but not saved, and those from which they are recomputed."""
-    if remat == "none":
-        return set()
     recomputed: set[int] = set()
     pending = list(read)
     while pending:
         number = pending.pop()
         node = nodes[number]
-        if number not in recomputed and node.inputs and node.saved_as not in SAVED[remat]:
+        if number not in recomputed and node.inputs and not node.is_saved(remat):
             recomputed.add(number)
             pending += node.inputs
     return recomputed
@@ -167,11 +157,10 @@ def needed_for_saved(
       are in 8 bits.
     """
     nodes = chain(blocks, narrow)
-    pending = {n for node in nodes for n in (*node.input_reads, *node.leaf_reads)}
-    if remat != "none":
-        again = made_again(nodes, pending, remat)
-        used = pending | {source for number in again for source in nodes[number].inputs}
-        pending = {number for number in used if nodes[number].saved_as in SAVED[remat]}
+    read = {n for node in nodes for n in (*node.input_reads, *node.leaf_reads)}
+    again = made_again(nodes, read, remat)
+    read |= {source for number in again for source in nodes[number].inputs}
+    pending = {number for number in read if nodes[number].is_saved(remat)}
     if split:
         inputs = (node.inputs[0] for node in nodes if node.deferred)
         pending |= {n if nodes[n].deferred_gather is None else nodes[n].inputs[0] for n in inputs}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxtrain.mesh.roles import Roles
 from jaxtrain.models.description import ModelDescription
 
 Dims = tuple[tuple[str, ...], ...]
@@ -179,8 +180,7 @@ class StepFacts:
     """The explicit step of a model that has a description.
 
     model: the description. loop: how its layers run.
-    sizes: mesh axes of size > 1, in mesh order. tensor: mesh axes that split heads, hidden units
-      and vocabulary.
+    sizes: mesh axes of size > 1, in mesh order. roles: these axes by what they split.
     tokens: of a microbatch on one device, before `tensor` splits them. chunks: number of chunks in
       which the loss takes them.
     leaves: parameters by path. compute, reduce: NumPy's names of dtypes.
@@ -190,7 +190,7 @@ class StepFacts:
     """
 
     sizes: Mapping[str, int]
-    tensor: tuple[str, ...]
+    roles: Roles
     tokens: int
     chunks: int
     microbatches: int

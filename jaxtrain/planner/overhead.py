@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.facts import FlopFacts
-from jaxtrain.planner.pipeline.work import PipelineWork, pipeline_bytes, pipeline_flops
+from jaxtrain.planner.pipeline_work import PipelineWork, pipeline_bytes, pipeline_flops
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.program.collectives import SENT
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.telemetry.hlo.collectives import SENT
 
 
 @dataclass(frozen=True)

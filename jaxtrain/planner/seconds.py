@@ -11,16 +11,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.mesh.links import scope_of
+from jaxtrain.mesh.links import bytes_per_s, scope_of
 from jaxtrain.moe.grouped import takes_8_bits
-from jaxtrain.operations.block import deferred_matrices, mixture_of
+from jaxtrain.operations.block import deferred_matrices, mixtures
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.sent import MeshAxes
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.program.collectives import SENT
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.running_kernels import calls, kernel_of
+from jaxtrain.step.running_kernels import kernel_of
 from jaxtrain.telemetry.flops import train_flops
-from jaxtrain.telemetry.hlo.collectives import SENT
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def step_seconds(assembly: Assembly) -> StepSeconds | None:
             collective.buffer_bytes * SENT[collective.kind](devices) * collective.count
         )
     named = {
-        (axes, links[scope].name): (sent, sent / (links[scope].bandwidth_gbytes * 1e9))
+        (axes, links[scope].name): (sent, sent / bytes_per_s(axes, spec))
         for (axes, scope), sent in sorted(bytes_over.items(), key=lambda item: -item[1])
     }
     return StepSeconds(compute_s, named)
@@ -106,10 +106,9 @@ def matmul_seconds(assembly: Assembly) -> float:
     narrow_weights = sum(
         weight.size for block in model.layers for weight in deferred_matrices(block)
     )
-    for call in calls(assembly):
+    for mixture in (call for block in model.layers for call in mixtures(block)):
         # Other kernels multiply in 16 bits.
-        mixture = mixture_of(call)
-        if mixture is not None and takes_8_bits(kernel_of(assembly, mixture)):
+        if takes_8_bits(kernel_of(assembly, mixture)):
             narrow_weights += mixture.per_token * sum(weight.size for weight in mixture.weights)
     narrow = train_flops(2 * narrow_weights * seq * rows)
     seconds = (flops - narrow) / assembly.peak_flops + narrow / assembly.product_flops

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from jaxtrain.models.description import STACK, named_by
+from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
-from jaxtrain.planner.pipeline.traffic import pipeline_traffic
+from jaxtrain.planner.pipeline_traffic import pipeline_traffic
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, times
-from jaxtrain.planner.tokens import traffic as tokens
 from jaxtrain.planner.weight_traffic import (
     fetches,
     gathers,
@@ -39,7 +39,7 @@ def step_traffic(facts: StepFacts) -> list[Sent]:
         why, size = "what stages counted of their routers", p.tallied
         once += collective_traffic(facts, why, "all_gather", "lax", (p.axis,), "float32", size)
         return [*pipeline_traffic(facts, p), *once]
-    each_microbatch = [*_activations(facts), *tokens.head(facts, facts.tensor), *_weights(facts)]
+    each_microbatch = [*_activations(facts), *tokens.head(facts, facts.roles), *_weights(facts)]
     if facts.sharded:
         each_microbatch += to_optimizer(facts, facts.leaves)
     else:
@@ -74,13 +74,13 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
 
 
 def _activations(facts: StepFacts) -> Iterator[Sent]:
-    """Yields the collectives of embedding and blocks, over `tensor`."""
-    axes = facts.tensor
-    yield from tokens.embedding_lookup(facts, axes)
-    yield from tokens.embedding_lookup_backward(facts, axes)
-    yield from tokens.forward(facts, axes, facts.model.layers)
+    """Yields the collectives of embedding and blocks."""
+    roles = facts.roles
+    yield from tokens.embedding_lookup(facts, roles)
+    yield from tokens.embedding_lookup_backward(facts, roles)
+    yield from tokens.forward(facts, roles, facts.model.layers)
     for work, turns in (work_turns for several in works(facts).values() for work_turns in several):
-        yield from times(tokens.backward(facts, axes, work), turns)
+        yield from times(tokens.backward(facts, roles, work), turns)
 
 
 def _gradient_sums(facts: StepFacts) -> Iterator[Sent]:

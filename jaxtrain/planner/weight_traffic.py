@@ -3,37 +3,56 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import NamedTuple
 
 from jaxtrain.mesh.axes import keeps_dtype
 from jaxtrain.overlap.spans import bundle_count
 from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
 from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, ways
-from jaxtrain.planner.tokens.experts import EXPERT
 
 Leaves = Mapping[str, LeafFacts]
 
 
-def fetches(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
+def fetches(
+    facts: StepFacts,
+    why: str,
+    leaves: Leaves,
+    *,
+    layers: int = 1,
+    read: Set[str] | None = None,
+) -> list[Sent]:
     """Returns the collectives that make a layer's leaves ready for use: gathers, unless they are
     gathered once a step. Before the gather of 8-bit weights, the maximum magnitude of each is
-    taken."""
-    scales = weight_maxima(facts, why, leaves, gathered=facts.sharded)
-    return scales + (gathers(facts, why, leaves, layers=layers) if facts.sharded else [])
+    taken. read: as in `gathers`."""
+    scales = weight_maxima(facts, why, leaves, gathered=facts.sharded, read=read)
+    if not facts.sharded:
+        return scales
+    return scales + gathers(facts, why, leaves, layers=layers, read=read)
 
 
-def weight_maxima(facts: StepFacts, why: str, leaves: Leaves, *, gathered: bool) -> list[Sent]:
+def weight_maxima(
+    facts: StepFacts,
+    why: str,
+    leaves: Leaves,
+    *,
+    gathered: bool,
+    read: Set[str] | None = None,
+) -> list[Sent]:
     """Returns the all-reduce of the maximum magnitudes of the matrices that a layer multiplies by
     in 8 bits; experts' matrices have one each.
 
     It runs over the mesh axes that split the matrices at rest if `gathered`, else in use. Experts'
     are reduced separately if devices have different ones. [] if scales are those of previous steps.
+    read: as in `gathers`.
     """
     if facts.scaling != "current":
         return []
-    narrow, apart = _narrow(facts, leaves), tuple(a for a in facts.sizes if a in EXPERT)
+    narrow, apart = _narrow(facts, leaves), facts.roles.experts
     experts = {k: v for k, v in narrow.items() if apart and k in facts.model.expert_matrices}
     shared = {k: v for k, v in narrow.items() if k not in experts}
+    if read is not None:
+        shared, experts = ({} if read.isdisjoint(group) else group for group in (shared, experts))
     maxima = _maxima_of(facts, why, shared, gathered, ())
     return maxima + _maxima_of(facts, why, experts, gathered, apart)
 
@@ -57,12 +76,19 @@ def _narrow(facts: StepFacts, leaves: Leaves) -> Leaves:
 
 
 def gathers(
-    facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1, once: bool = False
+    facts: StepFacts,
+    why: str,
+    leaves: Leaves,
+    *,
+    layers: int = 1,
+    once: bool = False,
+    read: Set[str] | None = None,
 ) -> list[Sent]:
     """Returns the gathers for use of leaves split at rest: one for each dtype and set of mesh axes.
 
     Stacked leaves count one layer in `layers`. once: for the whole step; layers then quantise the
-    gathered weights themselves.
+    gathered weights themselves. read: the leaves that are used, if not all are; a compiler drops a
+    gather of which none is.
     """
     narrow = () if once else _narrow(facts, leaves)
 
@@ -74,8 +100,10 @@ def gathers(
 
     sent = []
     algorithm = facts.algorithms.fsdp
-    for axes, name, elements in _group(facts, leaves, dtype, algorithm, layers):
-        sent += collective_traffic(facts, why, "all_gather", algorithm, axes, name, elements)
+    for bundle in _bundles(facts, leaves, dtype, algorithm, layers):
+        if read is None or not read.isdisjoint(bundle.names):
+            sizes = (bundle.axes, bundle.dtype, bundle.elements)
+            sent += collective_traffic(facts, why, "all_gather", algorithm, *sizes)
     return sent
 
 
@@ -84,8 +112,9 @@ def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> 
     leaves, algorithm, sent = _trained_leaves(leaves), facts.algorithms.weight_gradients, []
     tiled = _tiled(facts, leaves)
     untiled = {k: v for k, v in leaves.items() if k not in tiled}
-    for axes, name, elements in _group(facts, untiled, lambda _: facts.reduce, algorithm, layers):
-        sent += collective_traffic(facts, why, "reduce_scatter", algorithm, axes, name, elements)
+    for bundle in _bundles(facts, untiled, lambda _: facts.reduce, algorithm, layers):
+        sizes = (bundle.axes, bundle.dtype, bundle.elements)
+        sent += collective_traffic(facts, why, "reduce_scatter", algorithm, *sizes)
     for leaf, axes in tiled.items():
         size = local_elements(facts, leaves[leaf], leaves[leaf].in_use) // layers
         line = f"{why}, in tiles"
@@ -135,27 +164,38 @@ def _trained_leaves(leaves: Leaves) -> Leaves:
     return {k: leaf for k, leaf in leaves.items() if leaf.trained}
 
 
-def _group(
+class _Bundle(NamedTuple):
+    """Leaves that are gathered, or whose gradients are scattered, together over mesh axes.
+    elements: of the whole leaves."""
+
+    axes: MeshAxes
+    dtype: str
+    elements: int
+    names: tuple[str, ...]
+
+
+def _bundles(
     facts: StepFacts, leaves: Leaves, dtype: Callable[[str], str], algorithm: str, layers: int
-) -> Iterator[tuple[MeshAxes, str, int]]:
-    """Yields (mesh axes gathered, dtype, elements after it) of one layer in `layers`.
+) -> Iterator[_Bundle]:
+    """Yields the bundles of one layer in `layers`.
 
     Leaves are those split at rest but not in use. `lax` gathers all together; other algorithms
     gather the largest separately. A leaf with several such dims is gathered once for each.
     """
     sizes = {k: local_elements(facts, leaf, leaf.params) // layers for k, leaf in leaves.items()}
     for round_axes in _rounds({name: (leaf.in_use, leaf.params) for name, leaf in leaves.items()}):
-        groups: dict[tuple[MeshAxes, str], list[int]] = defaultdict(list)
+        groups: dict[tuple[MeshAxes, str], list[str]] = defaultdict(list)
         for name, axes in round_axes.items():
             sizes[name] *= ways(facts, axes)
-            groups[axes, dtype(name)].append(sizes[name])
-        for key, elements in groups.items():
+            groups[axes, dtype(name)].append(name)
+        for key, names in groups.items():
             count = bundle_count(ways(facts, key[0]), doubling=algorithm == "recursive")
             alone = 0 if algorithm == "lax" else count - 1
-            by_size = sorted(elements, reverse=True)
-            yield from ((*key, size) for size in by_size[:alone])
-            if joined := by_size[alone:]:
-                yield *key, sum(joined)
+            by_size = sorted(names, key=lambda name: (-sizes[name], name))
+            together = [(name,) for name in by_size[:alone]]
+            together += [joined] if (joined := tuple(by_size[alone:])) else []
+            for bundle in together:
+                yield _Bundle(*key, sum(sizes[name] for name in bundle), bundle)
 
 
 def _rounds(splits: Mapping[str, tuple[Dims, Dims]]) -> list[dict[str, MeshAxes]]:

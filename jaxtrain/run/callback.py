@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the command line listens to signals before it imports JAX
     from jaxtrain.cluster.requests import Requests
     from jaxtrain.experiment import Experiment
-    from jaxtrain.run.session import Session
+    from jaxtrain.session.session import Session
     from jaxtrain.step.state import TrainState
 
 

@@ -20,7 +20,7 @@ from jaxtrain.cluster.phases import Phases
 from jaxtrain.experiment import Experiment, Logging
 from jaxtrain.experiment.kinds import callback_violations
 from jaxtrain.run.callback import Callback, Run
-from jaxtrain.run.rates import Rates
+from jaxtrain.session.rates import Rates
 from jaxtrain.telemetry.metrics import MetricsWriter
 from jaxtrain.telemetry.profiler import Profiler, Steps
 from jaxtrain.telemetry.progress import Progress

@@ -24,7 +24,7 @@ from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.run.callback import Callback, Running
 from jaxtrain.run.directory import RunDirectory, refuse_fewer_steps, refuse_unfit
-from jaxtrain.run.health import HealthChecks, WrongNumbers
+from jaxtrain.run.health_checks import HealthChecks, WrongNumbers
 from jaxtrain.run.hooks import (
     CrowdedRows,
     GarbageCollection,
@@ -36,16 +36,16 @@ from jaxtrain.run.hooks import (
     SlowProcess,
     callbacks_of,
 )
-from jaxtrain.run.memory import memory_remedies
-from jaxtrain.run.rates import Rates
 from jaxtrain.run.readings import Readings
 from jaxtrain.run.result import Result
-from jaxtrain.run.saves.rollback import refuse_without_saves, rollbacks_of
-from jaxtrain.run.saves.saves import Saves
-from jaxtrain.run.saves.saving import Saving, checkpoints_of
-from jaxtrain.run.session import Session, open_session
+from jaxtrain.run.rollback import refuse_without_saves, rollbacks_of
+from jaxtrain.run.saves import Saves
+from jaxtrain.run.saving import Saving, checkpoints_of
 from jaxtrain.run.uninterrupted import Uninterrupted
 from jaxtrain.run.words import finish, headline
+from jaxtrain.session.memory import memory_remedies
+from jaxtrain.session.rates import Rates
+from jaxtrain.session.session import Session, open_session
 from jaxtrain.step.running_kernels import documents_room
 from jaxtrain.telemetry.metrics import read_metrics
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxtrain.cluster.pace import Pace
 from jaxtrain.run.history import History
-from jaxtrain.run.rates import Rates
-from jaxtrain.run.session import Session
+from jaxtrain.session.rates import Rates
+from jaxtrain.session.session import Session
 from jaxtrain.telemetry.metrics import DelayedMetrics
 
 SKIPPED_AT_MOST = 20

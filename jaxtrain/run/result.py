@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.experiment import Experiment
-from jaxtrain.run.session import Session
+from jaxtrain.session.session import Session
 
 
 @dataclass

@@ -8,7 +8,7 @@ from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Sample
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.run.result import Result
-from jaxtrain.run.session import Session
+from jaxtrain.session.session import Session
 from jaxtrain.step.layer_order import natural_shapes
 from jaxtrain.weights.generate import generate
 

@@ -19,10 +19,11 @@ from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.context.choice import Method
 from jaxtrain.data.loader import RowSource
 from jaxtrain.experiment import Experiment
+from jaxtrain.mesh.axes import STAGE
 from jaxtrain.mesh.compiler_options import with_defaults
 from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.mesh.roles import Roles, roles_of
 from jaxtrain.mesh.sharding import (
-    STAGE,
     Dims,
     Leaf,
     LogicalAxes,
@@ -99,7 +100,8 @@ class Assembly:
             return model.head.chunk_tokens
         if model is None or self.spec.simulated:
             return LEAST_CHUNK
-        return chunk_tokens_of(self.spec.chip, model.head.padded // ways(self.tensor, self.sizes))
+        local_vocab = model.head.padded // ways(self.roles.vocab, self.sizes)
+        return chunk_tokens_of(self.spec.chip, local_vocab)
 
     @property
     def described(self) -> ModelDescription:
@@ -138,22 +140,15 @@ class Assembly:
         assert self.pipeline is not None, "asked for on a mesh without stages"
         return self.pipeline
 
-    @property
-    def tensor(self) -> tuple[str, ...]:
-        """Mesh axes over which the model's heads, hidden units and vocabulary are split."""
-        rules = self.experiment.sharding.activations
-        return activation_dims(("heads",), rules, sizes=self.sizes)[0]
-
-    @property
-    def sequence(self) -> tuple[str, ...]:
-        """Mesh axes that cut rows."""
-        rules = self.experiment.sharding.activations
-        return activation_dims(("seq",), rules, sizes=self.sizes)[0]
+    @cached_property
+    def roles(self) -> Roles:
+        """Mesh axes by what they split in use."""
+        return roles_of(self.experiment.sharding.activations, self.sizes)
 
     @property
     def context(self) -> Method | None:
         """Attention method for cut rows; None if rows are not cut, or if XLA does it."""
-        if not self.sequence or not self.explicit:
+        if not self.roles.seq or not self.explicit:
             return None
         rows = self.abstract_batch()[self.described.tokens]
         return chosen_method(self.experiment, self.described, self.sizes, rows.shape[2])
@@ -163,9 +158,9 @@ class Assembly:
         """For fields that are cut along their sequence: the permutation of a row's positions."""
         if self.context is None:
             return {}
-        order = self.context.order(ways(self.sequence, self.sizes))
+        order = self.context.order(ways(self.roles.seq, self.sizes))
         leaves = self.abstract_batch()
-        cut = [k for k, split in self.batch_splits.items() if split[2:3] == (self.sequence,)]
+        cut = [k for k, split in self.batch_splits.items() if split[2:3] == (self.roles.seq,)]
         return {name: order.permutation(leaves[name].shape[2]) for name in cut}
 
     @property
@@ -208,7 +203,7 @@ class Assembly:
         if not shape:
             return None
         dtype = jnp.dtype(self.experiment.precision.compute)
-        seq = shape[0] // ways(self.sequence, self.sizes)
+        seq = shape[0] // ways(self.roles.seq, self.sizes)
         return Sequences(seq, DOCUMENTS in self.fields, dtype)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.collectives.compressed import Compressed, Guard
+from jaxtrain.compression.compressed import Compressed, Guard
 from jaxtrain.compression.sums import Choice
 from jaxtrain.mesh.sharding import Dims
 from jaxtrain.step.assembly import Assembly

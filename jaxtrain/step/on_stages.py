@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.sharding import STAGE
+from jaxtrain.mesh.axes import STAGE
 from jaxtrain.models.layered import description_of
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.pipeline.executor import Executor

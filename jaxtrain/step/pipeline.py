@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.mesh.sharding import STAGE, ways
+from jaxtrain.mesh.axes import STAGE
+from jaxtrain.mesh.sharding import ways
 from jaxtrain.models.description import STACK
 from jaxtrain.models.stage import ModelStage
 from jaxtrain.nn.explicit import Explicit
@@ -132,7 +133,7 @@ def _wide(assembly: Assembly, comm: Explicit) -> Explicit:
     """The communicator for operations that all stages share. Over (tensor, stage) it uses the
     compiler's collectives: no ring of links joins the devices of both."""
     collectives = replace(comm.collectives, tensor=Lax())
-    return replace(comm, tensor=(*assembly.tensor, STAGE), collectives=collectives)
+    return replace(comm, roles=comm.roles.outside_stack(), collectives=collectives)
 
 
 def _stack_and_outside(params: Arrays) -> tuple[Arrays, Arrays]:
@@ -144,4 +145,4 @@ def _stack_and_outside(params: Arrays) -> tuple[Arrays, Arrays]:
 def activation_share(assembly: Assembly, rows: int, seq: int) -> tuple[int, int]:
     """Shape of a device's share of the residual stream. Its part of a microbatch is [rows, seq]
     tokens."""
-    return rows * seq // ways(assembly.tensor, assembly.sizes), assembly.described.embed
+    return rows * seq // ways(assembly.roles.stream, assembly.sizes), assembly.described.embed

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.vary import same, vary
-from jaxtrain.mesh.sharding import STAGE, partition_spec
+from jaxtrain.mesh.axes import STAGE
+from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.models.routers import TALLY, next_biases, routers
 from jaxtrain.models.scales import next_scales
 from jaxtrain.moe.tally import BESIDE_LOADS

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import PlatformKernel
-from jaxtrain.mesh.sharding import EXPERT, ways
+from jaxtrain.mesh.sharding import ways
 from jaxtrain.moe.grouped import Asked
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.moe.kernels import choose as choose_grouped
@@ -17,6 +17,7 @@ from jaxtrain.moe.room import chunk_count, sent_rows
 from jaxtrain.operations.block import (
     Block,
     attention_of,
+    attentions,
     mixture_of,
     operations,
 )
@@ -65,14 +66,15 @@ def documents_room(assembly: Assembly) -> int | None:
     attention on packed rows; None if there are none."""
     if assembly.description is None or "segments" not in assembly.fields:
         return None
-    kernels = [kernel_of(assembly, call) for call in calls(assembly)]
+    layers = assembly.described.layers
+    kernels = [kernel_of(assembly, call) for block in layers for call in attentions(block)]
     return min((k.documents for k in kernels if isinstance(k, Cudnn)), default=None)
 
 
 def asked_of(assembly: Assembly, call: ExpertCall) -> Asked:
     """The problem that a mixture gives its kernel on a device. gspmd's shard_map checks types."""
-    first, tensor = call.weights[0], ways(assembly.tensor, assembly.sizes)
-    devices = assembly.sizes.get(EXPERT, 1)
+    first, roles = call.weights[0], assembly.roles
+    tensor, devices = (ways(axes, assembly.sizes) for axes in (roles.mlp, roles.experts))
     rows, seq = local_rows(assembly)
     tokens = rows * seq // expert_chunks(assembly, call)
     routing = (call.per_token, call.experts, devices, call.routing_group, call.rows_of_group)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.vary import vary
+from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.residuals import codec_state, usable_codec_state
 from jaxtrain.compression.sums import Choice, CompressedSums
 from jaxtrain.mesh.sharding import named_sharding, partition_spec

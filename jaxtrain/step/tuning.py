@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.sharding import STAGE, Leaf
+from jaxtrain.mesh.axes import STAGE
+from jaxtrain.mesh.sharding import Leaf
 from jaxtrain.models.adapters import Adapters, adapter_places, is_adapter
 from jaxtrain.models.buffers import Buffers, buffers_of, moved_buffers
 from jaxtrain.models.description import STACK

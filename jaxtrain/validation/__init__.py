@@ -4,5 +4,5 @@ Every function returns a list of violations, each with its remedy; the caller ra
 once.
 
 Not here: checks that one value can make of its own fields (its `__post_init__`), and checks that
-need a disk or a device (run/check.py).
+need a disk or a device (session/check.py).
 """

@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.collectives.compressed import Compressed
 from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.data import BigramChain, ByteTokenizer
 from jaxtrain.experiment import Experiment
 from jaxtrain.experiment.fields import length_violations
-from jaxtrain.mesh.axes import BATCH_AXES
+from jaxtrain.mesh.axes import EXPERT_AXES, MODES, ROWS, STAGE
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.mesh.sharding import STAGE, activation_dims, ways
+from jaxtrain.mesh.roles import roles_of
+from jaxtrain.mesh.sharding import ShardingRules, ways
+from jaxtrain.models.description import ModelDescription
 from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.remat import remat_violations
@@ -31,10 +33,8 @@ from jaxtrain.validation.own_attention import own_attention_violations
 from jaxtrain.validation.sequence import cut_violations, tokens_violations
 from jaxtrain.validation.split import unsplit
 
-MODES = ("explicit", "gspmd")
 METRICS = ("eval_loss", "bits_per_byte")
 """Metrics of an evaluation. bits_per_byte needs tokens that stand for bytes."""
-UNSUPPORTED_AXES = ("replica",)
 
 
 def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
@@ -92,7 +92,7 @@ def unused_reducer(reducer: Any, parts: Mapping[str, CompressedLeaf], small_leaf
     if not summed:
         axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
         fixes = ["reducer=Lax()"]
-        if not {"data", "fsdp"}.isdisjoint(sizes):
+        if any(ROWS[axis].parameters or ROWS[axis].optimizer for axis in sizes):
             fixes.insert(0, f"sharding=data_parallel(){' | tensor()' * ('tensor' in sizes)}")
         if "data" not in sizes:
             fixes.insert(0, "a mesh axis data > 1")
@@ -266,27 +266,15 @@ def mesh_violations(
     experiment: Experiment, spec: MeshSpec, sizes: Mapping[str, int], mode: str
 ) -> list[str]:
     """Returns violations of batch, mesh axes and the model's fields that do not fit together."""
-    violations = [
-        f"{spec.where}: mesh axis {axis}={sizes[axis]} has no parallelism behind it yet; use "
-        f"data, fsdp, stage, expert, context and tensor"
-        for axis in UNSUPPORTED_AXES
-        if axis in sizes
-    ]
-    rules = experiment.sharding.activations
-    (rows,) = activation_dims(("batch",), rules, sizes=sizes)
-    violations += cut_violations(experiment, sizes, mode)
+    rows = roles_of(experiment.sharding.activations, sizes).batch
+    violations = cut_violations(experiment, sizes, mode)
     violations += own_attention_violations(experiment, sizes)
     parts = ways(rows, sizes)
     violations += rows_violations(experiment, rows, sizes)
-    unused = [a for a in sizes if a not in BATCH_AXES and a not in _mesh_axes(rules)]
-    violations += [
-        f"mesh axis {axis}={sizes[axis]} splits nothing under these sharding rules; add the "
-        f"{axis}() preset or set {axis}=1 in {spec.where}"
-        for axis in unused
-        if axis not in (*UNSUPPORTED_AXES, STAGE)
-    ]
-    violations += _pipeline_violations(experiment, sizes, mode)
     described = described_where_sound(experiment)
+    violations += _idle_axes(experiment.sharding, spec, sizes, described)
+    violations += _mode_violations(sizes, mode, described)
+    violations += _pipeline_violations(experiment, sizes)
     if described is not None:
         explicit = mode == "explicit"
         violations += narrow_violations(described, experiment, sizes)
@@ -304,7 +292,21 @@ def mesh_violations(
     return violations
 
 
-def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) -> list[str]:
+def _mode_violations(
+    sizes: Mapping[str, int], mode: str, described: ModelDescription | None
+) -> list[str]:
+    """Returns violations of mesh axes that the mode does not run, for a model that another runs."""
+    if described is None or "explicit" not in described.can:
+        return []
+    return [
+        f"mesh axis {axis}={size} and execution.mode={mode!r}: that mode does not run {axis}; use "
+        f"mode={ROWS[axis].modes[0]!r} (or None), or {axis}=1"
+        for axis, size in sizes.items()
+        if mode in MODES and mode not in ROWS[axis].modes
+    ]
+
+
+def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int]) -> list[str]:
     """Returns violations that hold for every pipeline. A schedule's own violations are reported
     when its table is built."""
     stages = sizes.get(STAGE, 1)
@@ -317,11 +319,6 @@ def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode:
             f"be: it must know what a layer is; set stage=1"
         ]
     violations = []
-    if mode != "explicit":
-        violations.append(
-            f"mesh axis stage={stages} and execution.mode={mode!r}: a pipeline's collectives are "
-            f"stated, never XLA's choice; use mode='explicit' (or None), or stage=1"
-        )
     loop = experiment.execution.loop
     if loop is not None and loop.offload:
         violations.append(
@@ -336,9 +333,32 @@ def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int], mode:
     return violations
 
 
-def _mesh_axes(table: Any) -> set[str]:
-    """Returns the mesh axes that a table uses."""
-    return {axis for _, mesh_axes in table for axis in mesh_axes}
+def _idle_axes(
+    rules: ShardingRules,
+    spec: MeshSpec,
+    sizes: Mapping[str, int],
+    described: ModelDescription | None,
+) -> list[str]:
+    """Returns violations of mesh axes over which nothing is split: their devices would all do the
+    same. Layers and experts are split without a rule."""
+    tables = (rules.params, rules.optimizer_table, rules.activations)
+    used = {STAGE, *(axis for table in tables for _, axes in table for axis in axes)}
+    if described is not None and described.expert_calls:
+        used |= {*EXPERT_AXES}
+    return [
+        f"mesh axis {axis}={sizes[axis]} splits nothing under these sharding rules; "
+        f"{_rule_for(axis)}, or set {axis}=1 in {spec.where}"
+        for axis in sizes
+        if axis not in used
+    ]
+
+
+def _rule_for(axis: str) -> str:
+    """Returns how to have a mesh axis split something."""
+    row = ROWS[axis]
+    if row.preset is not None:
+        return f"add the {row.preset} preset"
+    return f"split {row.splits[0]} over it in sharding.activations"
 
 
 def format_violations(violations: list[str], spec: MeshSpec) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.sharding import STAGE, activation_dims
+from jaxtrain.mesh.roles import roles_of
 from jaxtrain.operations.block import attentions
 from jaxtrain.validation.model import described_where_sound
 
@@ -50,9 +50,9 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
     prefix = f"execution.attention={name} is a kernel of your own"
     standard = f"say that it computes softmax attention as jaxtrain.attention has it ({name}"
     standard += ".standard = True)"
-    rules = experiment.sharding.activations
-    heads, rows = activation_dims(("heads", "seq"), rules, sizes=sizes)
-    heads += (STAGE,) if _attends_outside_the_stack(experiment) and STAGE in sizes else ()
+    roles = roles_of(experiment.sharding.activations, sizes)
+    widest = roles.outside_stack() if _attends_outside_the_stack(experiment) else roles
+    heads, rows = widest.heads, roles.seq
     violations = []
     if heads and not getattr(kernel, "heads_alike", False):
         cut = " x ".join(f"{axis}={sizes[axis]}" for axis in heads)

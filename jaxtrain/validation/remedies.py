@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.axes import MESH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.mesh.sharding import place
+from jaxtrain.mesh.roles import roles_of
+from jaxtrain.mesh.sharding import place, ways
 from jaxtrain.models.build import abstract_model
 from jaxtrain.remedies import Change, Clash, Near, resized, settled, under
 from jaxtrain.validation.experiment import chosen_mode, field_violations, mesh_violations
@@ -184,5 +185,6 @@ def _parts(experiment: Experiment, sizes: Mapping[str, int]) -> dict[str, int]:
 
     parts = {field: of(axis) for axis, names in FIELDS.items() for field in names}
     parts["batch"] = max(experiment.microbatches, 1) * of("batch")
-    parts["seq"] = 2 * math.prod(sizes.get(a, 1) for a in ("context", "tensor", "stage"))
+    roles = roles_of(rules.activations, sizes)
+    parts["seq"] = 2 * ways((*roles.seq, *roles.outside_stack().stream), sizes)
     return parts

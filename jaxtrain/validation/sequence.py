@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 from jaxtrain.context.choice import Heads, Method, choose
 from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.sharding import STAGE, ShardingRules, activation_dims, ways
+from jaxtrain.mesh.axes import axes_that_split
+from jaxtrain.mesh.roles import roles_of
+from jaxtrain.mesh.sharding import ShardingRules, ways
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.operations.attention import AttentionCall
 from jaxtrain.operations.block import attentions
@@ -15,13 +17,10 @@ from jaxtrain.remedies import Clash, Near, multiples_near, options, under
 from jaxtrain.validation.batch import divisible_batches
 from jaxtrain.validation.model import described_where_sound, describes
 
-CUTS_ROWS = "context"
-"""The mesh axis that may cut a sequence."""
-
 
 def cut_ways(rules: ShardingRules, sizes: Mapping[str, int]) -> int:
     """Returns the number of devices over which a row is split."""
-    return ways(activation_dims(("seq",), rules.activations, sizes=sizes)[0], sizes)
+    return ways(roles_of(rules.activations, sizes).seq, sizes)
 
 
 def chosen_method(
@@ -37,14 +36,15 @@ def chosen_method(
 def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) -> list[str]:
     """Returns violations that keep rows from being split as mesh and sharding rules say."""
     rules, violations = experiment.sharding, []
-    (axes,) = activation_dims(("seq",), rules.activations, sizes=sizes)
+    axes = roles_of(rules.activations, sizes).seq
     if not axes:
         return []
     row_ways, seq = ways(axes, sizes), getattr(experiment.data, "seq", None)
     cut = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
-    if set(axes) != {CUTS_ROWS}:
+    if not set(axes) <= set(axes_that_split("seq")):
+        allowed = " and ".join(axes_that_split("seq"))
         return [
-            f"the activations table splits seq over {axes}: rows are cut over {CUTS_ROWS} alone; "
+            f"the activations table splits seq over {axes}: rows are cut over {allowed} alone; "
             f"split batch, heads or mlp over the others"
         ]
     if mode != "explicit":
@@ -69,7 +69,7 @@ def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) 
     if describes(experiment.model) and "context" not in model.can:
         return [
             f"mesh axis {cut} cuts rows, and the model does not say that it can be given parts of "
-            f'them; set {CUTS_ROWS}=1, or have describe() say "context", as ModelDescription has it'
+            f'them; set {axes[0]}=1, or have describe() say "context", as ModelDescription has it'
         ]
     method = chosen_method(experiment, model, sizes, seq)
     for part, call in _heads(model, rules, sizes).items():
@@ -85,14 +85,11 @@ def _heads(
     """Returns, for each kind of block, a device's share of the attention heads and the full
     attention. Outside a pipeline its heads are split over the stages too. Heads that do not split
     are reported elsewhere."""
-    split = activation_dims(("heads", "kv_heads"), rules.activations, sizes=sizes)
-    stages = sizes.get(STAGE, 1)
+    roles = roles_of(rules.activations, sizes)
+    outside = (*model.before.values(), *model.after.values())
     parts: dict[Heads, AttentionCall] = {}
-    for blocks, more in (
-        (model.period, 1),
-        ((*model.before.values(), *model.after.values()), stages),
-    ):
-        of_q, of_k = (ways(axes, sizes) * more for axes in split)
+    for blocks, split in ((model.period, roles), (outside, roles.outside_stack())):
+        of_q, of_k = ways(split.heads, sizes), ways(split.kv_heads, sizes)
         for call in (call for block in blocks for call in attentions(block)):
             heads = max(call.heads // of_q, 1), max(call.kv_heads // of_k, 1)
             parts.setdefault(Heads(*heads, call.causal), call)
@@ -112,7 +109,8 @@ def tokens_violations(
 ) -> list[str]:
     """Returns violations if a device's tokens do not split over the devices that share them. parts:
     over how many the rows of a microbatch are split."""
-    split = {a: sizes[a] for a in ("tensor", STAGE) if a in sizes}
+    roles = roles_of(experiment.sharding.activations, sizes).outside_stack()
+    split = {a: sizes[a] for a in roles.stream}
     cut = cut_ways(experiment.sharding, sizes)
     violations, count = [], math.prod(split.values())
     for batch in divisible_batches(experiment):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from jaxtrain.mesh.sharding import IN_USE_SPLIT, ShardingRules
+from jaxtrain.mesh.axes import TENSOR_PARALLEL
+from jaxtrain.mesh.sharding import ShardingRules
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.operations.block import Block, operations
 
@@ -19,7 +20,7 @@ def unsplit(
     violations = _of_blocks(blocks, outside, sizes, prefix)
     table = _in_use(rules, sizes)
     violations += _of_blocks(model.period, table, sizes)
-    split = {name: table.get(name, ()) for name in IN_USE_SPLIT}
+    split = {name: table.get(name, ()) for name in TENSOR_PARALLEL}
     if split["heads"] != split["kv_heads"]:
         violations.append(
             f"the activations table splits heads over {split['heads']} and kv_heads over "

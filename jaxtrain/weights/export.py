@@ -10,9 +10,9 @@ from typing import Any
 from jaxtrain.checkpoint.run_config import stored_experiment
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.files.stores import local_path
+from jaxtrain.huggingface import require_decoder, write_folder
+from jaxtrain.huggingface.write import refuse_unwritable
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.weights.huggingface import require_decoder, write_folder
-from jaxtrain.weights.huggingface.write import refuse_unwritable
 from jaxtrain.weights.loading import is_run, load
 from jaxtrain.weights.tokenizer_files import (
     GENERATION,

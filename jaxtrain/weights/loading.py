@@ -17,6 +17,7 @@ from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, own_attention, stored_field
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.stores import local_path
+from jaxtrain.huggingface import read_config, read_params
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
 from jaxtrain.models.adapters import INTO, OUT_OF, Adapters, is_adapter, merge_adapters
@@ -27,7 +28,6 @@ from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.validation.own_attention import is_standard
 from jaxtrain.violations import raise_violations
-from jaxtrain.weights.huggingface import read_config, read_params
 from jaxtrain.weights.start import (
     AVERAGES,
     PARAMS,

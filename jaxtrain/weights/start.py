@@ -17,9 +17,9 @@ from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.experiment.stored import ForeignField, of_another, own_attention, stored_field
 from jaxtrain.files.regular import refuse_links
+from jaxtrain.huggingface import read_params, refuse_unfit, require_decoder
 from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.buffers import buffers_of
-from jaxtrain.models.essence import differences, essence
 from jaxtrain.models.layered import description_of
 from jaxtrain.state_format.manifest import Manifest
 from jaxtrain.state_format.reader import Damaged, read_arrays
@@ -27,8 +27,8 @@ from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.tuning import match_patterns
+from jaxtrain.transformer.essence import differences, essence
 from jaxtrain.validation.own_attention import is_own, is_standard, kernel_kind
-from jaxtrain.weights.huggingface import read_params, refuse_unfit, require_decoder
 
 PARAMS, AVERAGES = "params.", "ema."
 FOLDER = "fine_tuning.start"

@@ -22,11 +22,11 @@ from jaxtrain.bench.step import WARMUP, bench_step, environment, plain_environme
 from jaxtrain.data import BigramChain, ByteTokenizer, StdlibSource, TextData
 from jaxtrain.experiment import Experiment, load_experiment
 from jaxtrain.mesh.mesh import load_mesh, mesh_from_axes
-from jaxtrain.models.transformer.attention import AttentionConfig
-from jaxtrain.models.transformer.feed_forward import MlpConfig
 from jaxtrain.optim.optimizer import AdamW
+from jaxtrain.program.collectives import dot_flops
 from jaxtrain.step.assembly import assemble
-from jaxtrain.telemetry.hlo.collectives import dot_flops
+from jaxtrain.transformer.attention import AttentionConfig
+from jaxtrain.transformer.feed_forward import MlpConfig
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = ROOT / "experiments" / "bench_6m.py"

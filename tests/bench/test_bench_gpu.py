@@ -16,14 +16,14 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.attention.online_softmax import Scoring
-from jaxtrain.bench.gpu import calibration, experts, layer, model, parts, peer, saving
-from jaxtrain.bench.gpu.documents import SyntheticDocuments, lengths
-from jaxtrain.bench.gpu.model import Need, largest_batch
-from jaxtrain.bench.gpu.results import LINES, TABLES, PartResult, over_torch, read_results, tables
-from jaxtrain.bench.gpu.runner import bench_gpu, chosen
-from jaxtrain.bench.gpu.setting import DRY, REAL, AttentionShape, Row, Setting, Sizes, Skipped
-from jaxtrain.bench.gpu.timing import Timed, summary, timed
-from jaxtrain.bench.gpu.worker import environment
+from jaxtrain.bench_gpu import calibration, experts, layer, model, parts, peer, saving
+from jaxtrain.bench_gpu.documents import SyntheticDocuments, lengths
+from jaxtrain.bench_gpu.model import Need, largest_batch
+from jaxtrain.bench_gpu.results import LINES, TABLES, PartResult, over_torch, read_results, tables
+from jaxtrain.bench_gpu.runner import bench_gpu, chosen
+from jaxtrain.bench_gpu.setting import DRY, REAL, AttentionShape, Row, Setting, Sizes, Skipped
+from jaxtrain.bench_gpu.timing import Timed, summary, timed
+from jaxtrain.bench_gpu.worker import environment
 from jaxtrain.step.batches import fields_of, token_fields
 
 

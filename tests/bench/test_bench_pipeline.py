@@ -30,9 +30,9 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.pipeline.analysis import cost
 from jaxtrain.pipeline.schedule import Costs, make_schedule
 from jaxtrain.pipeline.slots import training
+from jaxtrain.program.collectives import dot_flops
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
-from jaxtrain.telemetry.hlo.collectives import dot_flops
 
 ONE, GPIPE, INTERLEAVED, SPLIT = PIPELINES
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from jaxtrain.experiment import Experiment, load_experiment
-from jaxtrain.models.transformer.attention import AttentionConfig
-from jaxtrain.models.transformer.feed_forward import MlpConfig
 from jaxtrain.nn.module import put_together, take_apart
+from jaxtrain.transformer.attention import AttentionConfig
+from jaxtrain.transformer.feed_forward import MlpConfig
 
 torch = pytest.importorskip("torch", reason="the torch baseline needs the extra `parity`")
 

@@ -22,8 +22,8 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import load_experiment
 from jaxtrain.mesh.compiler_options import KEEP_BARRIERS, quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
-from jaxtrain.models.small import seq_of
 from jaxtrain.step.assembly import assemble
+from jaxtrain.transformer.small import seq_of
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 PLAIN = Layout((("data", 1),)).reference()
@@ -145,7 +145,7 @@ MISTAKES: dict[str, tuple[Mistake, str, set[str]]] = {
         {"state_rel", "eval_rel"},
     ),
     "evaluation without averages": (
-        patched("jaxtrain.run.evaluate.averaged_params", lambda state: state.params),
+        patched("jaxtrain.session.evaluate.averaged_params", lambda state: state.params),
         "SGD, averages",
         {"eval_rel"},
     ),
@@ -486,9 +486,12 @@ def test_shrinking_keeps_rotary_embeddings_norms_and_one_layer_of_each_kind(
     """As Gemma 3 has them, five layers with windows for one without; and LongRoPE's factors, fewer,
     in rows that are long ones."""
     norm = jaxtrain.nn.RMSNorm(unit_offset=True)
-    long = jaxtrain.nn.LongRope((1.0,) * 48, tuple(map(float, range(2, 50))), 4.0, 4096)
-    ropes = [jaxtrain.nn.Rope(1e4), jaxtrain.nn.Rope(1e6, jaxtrain.nn.LinearScaling(8.0))]
-    ropes.append(jaxtrain.nn.Rope(1e4, long, partial_rotary_factor=0.75))
+    long = jaxtrain.attention.LongRope((1.0,) * 48, tuple(map(float, range(2, 50))), 4.0, 4096)
+    ropes = [
+        jaxtrain.attention.Rope(1e4),
+        jaxtrain.attention.Rope(1e6, jaxtrain.attention.LinearScaling(8.0)),
+    ]
+    ropes.append(jaxtrain.attention.Rope(1e4, long, partial_rotary_factor=0.75))
     near, far, phi = (
         jaxtrain.BlockConfig(
             jaxtrain.AttentionConfig(4, 1, 128, rope, window=window, scale=0.1, qk_norm=norm),

@@ -14,8 +14,8 @@ import jaxtrain
 from jaxtrain.certificate import certify
 from jaxtrain.certificate.layouts import Layout
 from jaxtrain.experiment import load_experiment
-from jaxtrain.models import LatentAttentionConfig, SharedExpert
 from jaxtrain.moe import Groups, SigmoidRouter
+from jaxtrain.transformer import LatentAttentionConfig, SharedExpert
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))

@@ -104,6 +104,7 @@ def test_each_two_mesh_axes_stand_together_in_quick(experts: bool) -> None:
     axes = AXES if experts else tuple(axis for axis in AXES if axis != "expert")
     cut = [{a for a, n in x.axes if n > 1} for x in layouts(8, "quick", experts=experts)[0]]
     assert all(any({a, b} <= mesh for mesh in cut) for a, b in combinations(axes, 2))
+    assert any("replica" in mesh and len(mesh) > 1 for mesh in cut)
 
 
 def test_of_arrays_that_break_ties_otherwise_the_cheapest_is_taken() -> None:

@@ -13,7 +13,7 @@ from jaxtrain.certificate import certify
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import load_experiment
-from jaxtrain.models.small import OF_EXPERT
+from jaxtrain.transformer.small import OF_EXPERT
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
@@ -24,7 +24,7 @@ BALANCED = jaxtrain.MoeConfig(
     64,
     experts=8,
     router=jaxtrain.moe.SigmoidRouter(bias=True, scale=2.0),
-    shared=jaxtrain.models.SharedExpert(64),
+    shared=jaxtrain.transformer.SharedExpert(64),
     balance=jaxtrain.moe.Balance(0.01, 1e-3, 1e-3),
 )
 SWITCH = jaxtrain.MoeConfig(

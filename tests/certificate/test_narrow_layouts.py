@@ -13,7 +13,7 @@ import jaxtrain
 from jaxtrain.certificate import certify
 from jaxtrain.certificate.certify import Certificate, Difference
 from jaxtrain.certificate.layouts import NARROW, PIPELINES, Layout, experiment_on, layouts
-from jaxtrain.nn import Delayed, Fp8Products, Int8Products
+from jaxtrain.quantization import Delayed, Fp8Products, Int8Products
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))

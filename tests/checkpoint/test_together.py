@@ -27,7 +27,7 @@ from jaxtrain.checkpoint.storage import (
 )
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.cluster.agreement import FailedTogether
-from jaxtrain.run.saves.saving import Saving
+from jaxtrain.run.saving import Saving
 from jaxtrain.state_format.manifest import FAILED, ITEM, take_parts, write_part
 from jaxtrain.state_format.manifest import NAME as MANIFEST
 from jaxtrain.violations import refuses

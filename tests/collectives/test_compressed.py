@@ -17,20 +17,20 @@ from jax.sharding import PartitionSpec as P
 from typecheck import unchecked
 
 from jaxtrain.collectives import cost
-from jaxtrain.collectives.compressed import (
+from jaxtrain.collectives.hierarchical import Hierarchical
+from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.ring import Ring
+from jaxtrain.compression.codecs import Fp8, Int8, RandomK, Sign, TopK
+from jaxtrain.compression.compressed import (
     Compressed,
     ErrorState,
     Guard,
     compressed_all_reduce,
     no_errors,
 )
-from jaxtrain.collectives.compression import Fp8, Int8, RandomK, Sign, TopK
-from jaxtrain.collectives.hierarchical import Hierarchical
-from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.powersgd import PowerSGD
-from jaxtrain.collectives.ring import Ring
+from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.mesh.hardware import LINKS
-from jaxtrain.telemetry.hlo.collectives import collectives
+from jaxtrain.program.collectives import collectives
 
 CODECS = [
     Int8(block=64),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.collectives.compression import Fp8, Int8, RandomK, Sign, TopK
+from jaxtrain.compression.codecs import Fp8, Int8, RandomK, Sign, TopK
 
 KEY = jax.random.key(5)
 CODECS = [

@@ -31,7 +31,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.mesh.hardware import LINKS, Link
-from jaxtrain.telemetry.hlo import collectives as hlo
+from jaxtrain.program import collectives as hlo
 
 KERNELS = {
     "ring_1": Ring(1),

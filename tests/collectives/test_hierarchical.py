@@ -19,7 +19,7 @@ from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import same
 from jaxtrain.mesh.hardware import LINKS
-from jaxtrain.telemetry.hlo.collectives import collectives
+from jaxtrain.program.collectives import collectives
 
 AXES = ("replica", "data", "fsdp")
 REDUCERS = [

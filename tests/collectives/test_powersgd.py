@@ -13,10 +13,10 @@ from typecheck import unchecked
 
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.powersgd import PowerSGD, PowerSGDState, first_factor, powersgd_all_reduce
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.telemetry.hlo.collectives import collectives
+from jaxtrain.compression.powersgd import PowerSGD, PowerSGDState, first_factor, powersgd_all_reduce
+from jaxtrain.program.collectives import collectives
 
 KEY = jax.random.key(1)
 ROWS, COLS, RANK = 12, 9, 3

@@ -19,8 +19,8 @@ from jaxtrain.attention.kernels import SelfAttention
 from jaxtrain.attention.splash import Splash
 from jaxtrain.context import GatheredKeys, RingAttention, TwoLevel, Ulysses
 from jaxtrain.mesh.compiler_options import KEEP_BARRIERS
-from jaxtrain.telemetry.hlo.collectives import dot_flops
-from jaxtrain.telemetry.hlo.text import program_text
+from jaxtrain.program.collectives import dot_flops
+from jaxtrain.program.text import program_text
 
 
 class Case(NamedTuple):

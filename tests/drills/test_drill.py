@@ -18,9 +18,9 @@ from jaxtrain.drills.plan import APART, FIRST, SAVES, SPIKES, kinds, listed, ski
 from jaxtrain.fault_tolerance.faults import KINDS, Fault
 from jaxtrain.fault_tolerance.ledger import Entry, Ledger, add_entry
 from jaxtrain.fault_tolerance.supervisor import FAILURES
-from jaxtrain.run.saves.rollback import good_step
-from jaxtrain.run.saves.skips import Skips
-from jaxtrain.run.saves.watch import LossWatch
+from jaxtrain.run.rollback import good_step
+from jaxtrain.run.watch import LossWatch
+from jaxtrain.session.skips import Skips
 
 ROOT = Path(__file__).parents[2]
 STDLIB = str(ROOT / "experiments" / "stdlib_lm.py")

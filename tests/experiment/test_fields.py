@@ -154,8 +154,8 @@ WRITTEN = {
     "checkpoints=SavePolicy(every=Minutes(5))": jaxtrain.SavePolicy(
         every=jaxtrain.checkpoint.Minutes(5)
     ),
-    "model.period.0.mlp.activation=gelu_tanh": jaxtrain.models.gelu_tanh,
-    "model.period[0].mlp.activation=silu": jaxtrain.models.silu,
+    "model.period.0.mlp.activation=gelu_tanh": jaxtrain.transformer.gelu_tanh,
+    "model.period[0].mlp.activation=silu": jaxtrain.transformer.silu,
     "precision=jaxtrain.bf16": jaxtrain.bf16,
     "sharding=jaxtrain.fsdp() | jaxtrain.tensor()": jaxtrain.fsdp() | jaxtrain.tensor(),
     "data.source=JsonLines('a.jsonl', held_out=0.5)": jaxtrain.data.JsonLines(

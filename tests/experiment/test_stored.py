@@ -35,10 +35,10 @@ from jaxtrain.experiment.stored import (
     unreadable,
 )
 from jaxtrain.experiment.vocabulary import CLASSES, PROTOCOLS, Slot, slots_of
-from jaxtrain.models.transformer.feed_forward import gelu_tanh
-from jaxtrain.models.transformer.mixture import SharedExpert
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.norm import RMSNorm
+from jaxtrain.transformer.feed_forward import gelu_tanh
+from jaxtrain.transformer.mixture import SharedExpert
 from jaxtrain.weights.loading import load
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
@@ -125,7 +125,8 @@ def test_a_run_names_blocks_where_they_once_were() -> None:
     moe = jaxtrain.MoeConfig(8, experts=4, activation=gelu_tanh, shared=SharedExpert(4))
     model = replace(EXPERIMENT.model, period=(block, replace(block, mlp=moe)))
     new = json.dumps({"experiment": config_of(replace(EXPERIMENT, model=model))})
-    old, moved = re.subn(r"jaxtrain\.models\.transformer\.\w+:", "jaxtrain.models.block:", new)
+    of_blocks = r"jaxtrain\.transformer\.(?!decoder)\w+:"
+    old, moved = re.subn(of_blocks, "jaxtrain.models.block:", new)
     assert moved == 9
     assert completed(json.loads(old)) == json.loads(new)
 
@@ -134,14 +135,53 @@ def test_a_run_names_blocks_where_they_once_were() -> None:
 def test_a_run_names_rotary_embeddings_where_they_once_were(name: str) -> None:
     """Also as it is older than the share of a head that is turned."""
     (block,) = EXPERIMENT.model.period
-    rope = jaxtrain.nn.Rope(scaling=getattr(jaxtrain.nn, name)(2.0))
+    rope = jaxtrain.attention.Rope(scaling=getattr(jaxtrain.attention, name)(2.0))
     turned = replace(block, attention=replace(block.attention, rope=rope))
     model = replace(EXPERIMENT.model, period=(turned,))
     new = json.dumps({"experiment": config_of(replace(EXPERIMENT, model=model))})
-    old, moved = re.subn(r"jaxtrain\.nn\.rotary\.\w+:", "jaxtrain.nn.rotary:", new)
+    old, moved = re.subn(r"jaxtrain\.attention\.rotary\.\w+:", "jaxtrain.nn.rotary:", new)
     old, older = re.subn(r', "partial_rotary_factor": 1\.0', "", old)
     assert (moved, older) == (2, 1)
     assert completed(json.loads(old)) == json.loads(new)
+
+
+ROOMS_ONCE = {
+    "jaxtrain.transformer.decoder:": "jaxtrain.models.decoder:",
+    "jaxtrain.transformer.": "jaxtrain.models.transformer.",
+    "jaxtrain.attention.rotary.": "jaxtrain.nn.rotary.",
+    "jaxtrain.quantization.": "jaxtrain.nn.quantized.",
+    "jaxtrain.compression.codecs:": "jaxtrain.collectives.compression:",
+    "jaxtrain.compression.": "jaxtrain.collectives.",
+}
+
+
+def test_a_run_names_rooms_as_they_once_were() -> None:
+    """Every class of a room that has moved, read again as today's."""
+    (block,) = EXPERIMENT.model.period
+    scaling = jaxtrain.attention.Yarn(2.0, 8)
+    attention = replace(block.attention, rope=jaxtrain.attention.Rope(scaling=scaling))
+    latent = jaxtrain.transformer.LatentAttentionConfig(heads=2)
+    mlp = jaxtrain.MoeConfig(8, experts=4, activation=gelu_tanh, shared=SharedExpert(4))
+    period = (replace(block, attention=attention), replace(block, attention=latent, mlp=mlp))
+    scaled = jaxtrain.quantization.Fp8Products(jaxtrain.quantization.Delayed())
+    experiments = [
+        replace(
+            EXPERIMENT,
+            model=replace(EXPERIMENT.model, period=period),
+            precision=replace(jaxtrain.bf16, products=scaled),
+            execution=jaxtrain.Execution(reducer=jaxtrain.compression.Compressed(codec)),
+        )
+        for codec in (jaxtrain.compression.TopK(0.1), jaxtrain.compression.PowerSGD(2))
+    ]
+    new = json.dumps({"experiments": [config_of(each) for each in experiments]})
+    old, counts = new, {}
+    for now, once in ROOMS_ONCE.items():
+        old, counts[now] = re.subn(f'"{re.escape(now)}', f'"{once}', old)
+    assert all(counts.values()), counts
+    assert not re.search("|".join(f'"{re.escape(now)}' for now in ROOMS_ONCE), old)
+    for stored, today in zip(*(json.loads(x)["experiments"] for x in (old, new)), strict=True):
+        assert completed({"experiment": stored}) == {"experiment": today}
+        assert not unreadable({"experiment": today})
 
 
 @pytest.mark.parametrize(("was", "kernel"), ONCE, ids=str)
@@ -277,8 +317,8 @@ HOSTILE: dict[str, tuple[str, Any, str]] = {
     "a function of JAX's": ("optimizer.decay", "jax:jit", "optimizer.decay is 'jax:jit', which is"),
     "another function of ours": (
         "optimizer.decay",
-        "jaxtrain.models.transformer.feed_forward:silu",
-        "'jaxtrain.models.transformer.feed_forward:silu', which is not of",
+        "jaxtrain.transformer.feed_forward:silu",
+        "'jaxtrain.transformer.feed_forward:silu', which is not of",
     ),
     "a text for a function": (
         "optimizer.decay",
@@ -418,8 +458,8 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.data.BatchRamp: lambda: jaxtrain.data.BatchRamp(2, 4, 2, 10),
     jaxtrain.data.BigramChain: lambda: jaxtrain.data.BigramChain(8, 8),
     jaxtrain.checkpoint.Best: lambda: jaxtrain.checkpoint.Best("loss"),
-    jaxtrain.collectives.Compressed: lambda: jaxtrain.collectives.Compressed(
-        jaxtrain.collectives.Int8()
+    jaxtrain.compression.Compressed: lambda: jaxtrain.compression.Compressed(
+        jaxtrain.compression.Int8()
     ),
     jaxtrain.context.TwoLevel: lambda: jaxtrain.context.TwoLevel(2),
     jaxtrain.FromHuggingFace: lambda: jaxtrain.FromHuggingFace("a"),
@@ -431,18 +471,20 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.data.Mixture: lambda: jaxtrain.data.Mixture(((0.5, jaxtrain.data.StdlibSource()),)),
     jaxtrain.data.Parquet: lambda: jaxtrain.data.Parquet("a"),
     jaxtrain.Sample: lambda: jaxtrain.Sample("a"),
-    jaxtrain.models.SharedExpert: lambda: jaxtrain.models.SharedExpert(4),
-    jaxtrain.models.LatentAttentionConfig: lambda: jaxtrain.models.LatentAttentionConfig(heads=2),
+    jaxtrain.transformer.SharedExpert: lambda: jaxtrain.transformer.SharedExpert(4),
+    jaxtrain.transformer.LatentAttentionConfig: lambda: jaxtrain.transformer.LatentAttentionConfig(
+        heads=2
+    ),
     jaxtrain.moe.Groups: lambda: jaxtrain.moe.Groups(4, 2),
     jaxtrain.optim.ScaledRate: lambda: jaxtrain.optim.ScaledRate(0.5, 8),
     jaxtrain.Steps: lambda: jaxtrain.Steps(1, 2),
     jaxtrain.TextFiles: lambda: jaxtrain.TextFiles("a"),
     jaxtrain.data.TokenFiles: lambda: jaxtrain.data.TokenFiles("a"),
     jaxtrain.data.TokenizerFile: lambda: jaxtrain.data.TokenizerFile("a"),
-    jaxtrain.nn.LinearScaling: lambda: jaxtrain.nn.LinearScaling(2.0),
-    jaxtrain.nn.Yarn: lambda: jaxtrain.nn.Yarn(2.0, 8),
-    jaxtrain.nn.DynamicNtk: lambda: jaxtrain.nn.DynamicNtk(2.0, 8),
-    jaxtrain.nn.LongRope: lambda: jaxtrain.nn.LongRope((1.0,), (2.0,), 4.0, 8),
+    jaxtrain.attention.LinearScaling: lambda: jaxtrain.attention.LinearScaling(2.0),
+    jaxtrain.attention.Yarn: lambda: jaxtrain.attention.Yarn(2.0, 8),
+    jaxtrain.attention.DynamicNtk: lambda: jaxtrain.attention.DynamicNtk(2.0, 8),
+    jaxtrain.attention.LongRope: lambda: jaxtrain.attention.LongRope((1.0,), (2.0,), 4.0, 8),
     jaxtrain.optim.WarmupStableDecay: lambda: jaxtrain.optim.WarmupStableDecay(0.5, decay=2),
     jaxtrain.optim.InverseSqrt: lambda: jaxtrain.optim.InverseSqrt(0.5, warmup=2),
     CLASSES["jaxtrain.attention.kernels:PlatformKernel"]: lambda: PlatformKernel("cpu"),
@@ -578,7 +620,7 @@ def test_a_step_is_of_another_experiment_only_by_what_both_say() -> None:
     changed = dataclasses.replace(experiment, data=OwnData(newer=4), seed=5, steps=experiment.steps)
     (told,) = of_another({"experiment": json.loads(json.dumps(config_of(changed)))}, now)
     assert "experiment.seed was 5, now 0" in told and "experiment.data.newer was 4, now 3" in told
-    place, moved = "jaxtrain.models.transformer.attention:", "jaxtrain.models.block:"
+    place, moved = "jaxtrain.transformer.attention:", "jaxtrain.models.block:"
     assert place in json.dumps(now)
     before = json.loads(json.dumps(now).replace(place, moved))
     assert of_another({"experiment": before}, now) == of_another({"experiment": now}, before) == []

@@ -21,7 +21,7 @@ from jaxtrain.fault_tolerance.faults import (
     read_fault,
 )
 from jaxtrain.run.callback import Run
-from jaxtrain.run.saves.skips import Skips
+from jaxtrain.session.skips import Skips
 
 
 @pytest.mark.parametrize(

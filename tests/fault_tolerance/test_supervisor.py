@@ -598,9 +598,12 @@ def test_a_launch_that_lacks_machines_tells_what_it_could_not_write(tmp_path: Pa
 def test_what_was_kept_back_is_written_before_the_first_start_with_a_step(
     supervise, tmp_path: Path
 ) -> None:
-    script = """
+    looked = tmp_path / "looked"
+    script = f"""
 if start == 0:
     os._exit(1)
+while not os.path.exists({str(looked)!r}):
+    time.sleep(0.01)
 phases.begin_at(0)
 phases.advance(5)
 """
@@ -610,6 +613,7 @@ phases.advance(5)
         while not any("[0] begins 1" in line for line in told):
             time.sleep(0.01)
         written.append([path.name for path in tmp_path.glob("run/*")])
+        looked.touch()
 
     code, _, failures = supervise(script, during=look)
     assert code == 0 and len(failures) == 1 and written == [[]]

@@ -13,7 +13,7 @@ from jaxtrain import cli
 from jaxtrain.bench.checkpoint import bench_checkpoint
 from jaxtrain.data import ByteTokenizer, StdlibSource, tokenize
 from jaxtrain.files.stores import local_path, store_violations
-from jaxtrain.weights.huggingface import read_params, write_folder
+from jaxtrain.huggingface import read_params, write_folder
 from jaxtrain.weights.loading import load
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))

@@ -13,7 +13,7 @@ from jaxtrain.machines.elastic import elastic
 from jaxtrain.mesh.axes import BATCH_AXES
 from jaxtrain.mesh.mesh import load_mesh, mesh_from_axes
 from jaxtrain.mesh.mesh_file import mesh_text
-from jaxtrain.run.check import check
+from jaxtrain.session.check import check
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = replace(load_experiment(ROOT / "experiments" / "stdlib_lm.py"), batch=32)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jaxtrain.mesh.hardware import CHIPS, LINKS
-from jaxtrain.mesh.links import flops_per_byte, scope_of
+from jaxtrain.mesh.links import bytes_per_s, flops_per_byte, scope_of
 from jaxtrain.mesh.mesh import load_mesh
 from tests.two_hosts import two_hosts
 
@@ -19,6 +19,36 @@ SCOPES = [
     (dict(data=2, fsdp=4, tensor=2), ("fsdp",), "host"),
     (dict(fsdp=16), ("fsdp",), "cluster"),
 ]
+
+
+def test_copies_are_sites_of_their_own():
+    """Where there is a line between sites; else on the same network."""
+    axes = dict(replica=2, fsdp=8)
+    sites = load_mesh("two_sites")
+    links = dict(sites.links)
+    here, apart = two_hosts(axes), two_hosts(axes, links=tuple(links.items()))
+    assert scope_of(("replica",), here) == "cluster"
+    with pytest.raises(ValueError, match=r"replica=2 .* links.wan.* put replica first in \[axes\]"):
+        two_hosts(dict(fsdp=8, replica=2), links=tuple(links.items()))
+    assert two_hosts(dict(fsdp=8, replica=2)).size("replica") == 2
+    for groups in (("replica",), ("replica", "fsdp"), ("fsdp", "replica")):
+        assert scope_of(groups, apart) == "wan"
+    assert [scope_of((axis,), sites) for axis in dict(sites.axes)] == [
+        "wan",
+        "cluster",
+        "host",
+        "host",
+    ]
+    # A ring along (replica, data) crosses between two sites once for its eight pairs of devices.
+    share = 10e9 / 8 / 64
+    for along, beside in (
+        (("replica",), 1),
+        (("replica", "data"), 8),
+        (("replica", "data", "fsdp"), 32),
+    ):
+        assert bytes_per_s(along, sites) == pytest.approx(beside * share, rel=1e-2)
+    assert bytes_per_s(("data",), sites) == links["cluster"].bandwidth_gbytes * 1e9
+    assert links["wan"].bandwidth_gbytes * 1e9 == pytest.approx(10e9 / 8 / 64, rel=1e-2)
 
 
 @pytest.mark.parametrize(("axes", "along", "expected"), SCOPES, ids=str)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from dense_latent import latent_attention
 
-from jaxtrain.models.transformer.latent import LatentAttentionConfig
-from jaxtrain.models.transformer.mixture import MoeConfig
 from jaxtrain.nn.module import under
 from jaxtrain.nn.norm import LayerNorm
+from jaxtrain.transformer.latent import LatentAttentionConfig
+from jaxtrain.transformer.mixture import MoeConfig
 
 
 def normalise(config, p, x):

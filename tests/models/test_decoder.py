@@ -12,20 +12,20 @@ import pytest
 from dense_decoder import dense_logits, dense_loss
 from flax import nnx
 
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.transformer import block as block_module
-from jaxtrain.models.transformer.attention import AttentionConfig
-from jaxtrain.models.transformer.block import BlockConfig
-from jaxtrain.models.transformer.feed_forward import MlpConfig, gelu_exact, gelu_tanh
-from jaxtrain.models.transformer.latent import LatentAttentionConfig
-from jaxtrain.models.transformer.mixture import MoeConfig
-from jaxtrain.models.transformer.place import add_bias
+from jaxtrain.attention.rotary.rope import Rope
+from jaxtrain.attention.rotary.scaling import LinearScaling, LongRope, Yarn
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import build, put_together, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
-from jaxtrain.nn.rotary.rope import Rope
-from jaxtrain.nn.rotary.scaling import LinearScaling, LongRope, Yarn
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.transformer import block as block_module
+from jaxtrain.transformer.attention import AttentionConfig
+from jaxtrain.transformer.block import BlockConfig
+from jaxtrain.transformer.decoder import DecoderConfig
+from jaxtrain.transformer.feed_forward import MlpConfig, gelu_exact, gelu_tanh
+from jaxtrain.transformer.latent import LatentAttentionConfig
+from jaxtrain.transformer.mixture import MoeConfig
+from jaxtrain.transformer.place import add_bias
 
 ROWS, SEQ, VOCAB = 2, 8, 13
 

@@ -11,15 +11,15 @@ from dense_decoder import natural_layers
 from flax import nnx
 
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, table, tensor
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.transformer.attention import AttentionConfig
-from jaxtrain.models.transformer.block import BlockConfig
-from jaxtrain.models.transformer.feed_forward import MlpConfig, gelu_tanh
-from jaxtrain.models.transformer.latent import LatentAttentionConfig
-from jaxtrain.models.transformer.mixture import MoeConfig
 from jaxtrain.nn.module import build, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
 from jaxtrain.nn.param import Initialisation
+from jaxtrain.transformer.attention import AttentionConfig
+from jaxtrain.transformer.block import BlockConfig
+from jaxtrain.transformer.decoder import DecoderConfig
+from jaxtrain.transformer.feed_forward import MlpConfig, gelu_tanh
+from jaxtrain.transformer.latent import LatentAttentionConfig
+from jaxtrain.transformer.mixture import MoeConfig
 from jaxtrain.validation.split import unsplit
 
 ROWS, SEQ, VOCAB = 2, 8, 13

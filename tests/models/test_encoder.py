@@ -33,10 +33,10 @@ from jaxtrain.models.layered import stacked_blocks
 from jaxtrain.nn.module import take_apart
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.planner.arithmetic import asked_flops
+from jaxtrain.program.collectives import dot_flops
+from jaxtrain.program.text import program_text
 from jaxtrain.step.assembly import assemble
 from jaxtrain.step.batches import fields_of
-from jaxtrain.telemetry.hlo.collectives import dot_flops
-from jaxtrain.telemetry.hlo.text import program_text
 
 TESTS = Path(__file__).parents[1]
 sys.path.append(str(TESTS / "planner"))

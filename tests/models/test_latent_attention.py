@@ -12,13 +12,13 @@ from dense_latent import latent_attention
 from flax import nnx
 
 import jaxtrain
-from jaxtrain.models.transformer.latent import LatentAttention, LatentAttentionConfig
-from jaxtrain.models.transformer.place import Context, Place
+from jaxtrain.attention.rotary.rope import Rope, tables
+from jaxtrain.attention.rotary.scaling import Yarn
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import build, put_together, take_apart
 from jaxtrain.nn.param import Initialisation
-from jaxtrain.nn.rotary.rope import Rope, tables
-from jaxtrain.nn.rotary.scaling import Yarn
+from jaxtrain.transformer.latent import LatentAttention, LatentAttentionConfig
+from jaxtrain.transformer.place import Context, Place
 
 ROWS, SEQ, EMBED = 2, 7, 12
 SMALL: dict[str, Any] = dict(latent=10, nope_head_dim=6, rope_head_dim=4, rope=Rope(theta=50.0))

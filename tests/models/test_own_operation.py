@@ -34,10 +34,10 @@ from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.operations.block import chain
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.overhead import overhead
+from jaxtrain.program.collectives import dot_flops
+from jaxtrain.program.text import program_text
 from jaxtrain.step.assembly import Assembly, assemble
 from jaxtrain.step.batches import fields_of
-from jaxtrain.telemetry.hlo.collectives import dot_flops
-from jaxtrain.telemetry.hlo.text import program_text
 
 
 @dataclass(frozen=True)

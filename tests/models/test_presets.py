@@ -13,9 +13,10 @@ from flax import nnx
 
 import jaxtrain
 from jaxtrain import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
-from jaxtrain.models import gelu_tanh
-from jaxtrain.nn import LayerNorm, Llama3Scaling, RMSNorm, Rope
+from jaxtrain.attention import Llama3Scaling, Rope
+from jaxtrain.nn import LayerNorm, RMSNorm
 from jaxtrain.nn.module import take_apart
+from jaxtrain.transformer import gelu_tanh
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 

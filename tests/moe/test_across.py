@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.rows import Padded, Ragged
-from jaxtrain.models.transformer.feed_forward import silu
 from jaxtrain.moe.across import experts_of_rows, plan_sends
 from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, TokenFacts
 from jaxtrain.moe.room import chunk_count, sent_rows
 from jaxtrain.moe.router import Capacity
 from jaxtrain.moe.rows import combine, dispatch
+from jaxtrain.transformer.feed_forward import silu
 
 DEVICES, EXPERTS, EMBED, HIDDEN, TOKENS, K = 4, 8, 6, 8, 12, 2
 CHOSEN = {

@@ -13,14 +13,14 @@ import pytest
 from flax import nnx
 
 import jaxtrain
-from jaxtrain.models import SharedExpert
 from jaxtrain.models.adapters import Adapters, adapter_places, merge_adapters
 from jaxtrain.models.build import build_model
-from jaxtrain.models.transformer.place import Context
 from jaxtrain.moe import SigmoidRouter
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together, take_apart
-from jaxtrain.nn.quantized.crossing import each
+from jaxtrain.quantization.crossing import each
+from jaxtrain.transformer import SharedExpert
+from jaxtrain.transformer.place import Context
 
 EMBED, TOKENS, RANK, SCALE = 12, 24, 3, 1.7
 MIXTURE = jaxtrain.MoeConfig(8, experts=4, shared=SharedExpert(10), router=SigmoidRouter(bias=True))

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
-from jaxtrain.models.transformer.feed_forward import silu
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import Asked, GroupedMatmul, group_sizes, grouped_matmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul, choose, settled
@@ -23,6 +22,7 @@ from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves
 from jaxtrain.moe.megablox import Megablox
 from jaxtrain.moe.rows import plan_rows
 from jaxtrain.moe.triton_blocks import GROUPED, TritonBlocks, _place
+from jaxtrain.transformer.feed_forward import silu
 
 TRITON = TritonBlocks(largest_block=32, columns=32, depth=16, interpret=True)
 MEGABLOX = Megablox(tile=(128, 128, 128), interpret=True)

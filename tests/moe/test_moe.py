@@ -12,13 +12,13 @@ import pytest
 
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, tensor
-from jaxtrain.models.transformer.feed_forward import gelu_tanh, silu
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_rows, grouped_matmul
 from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, TokenFacts
 from jaxtrain.moe.rows import combine, dispatch, plan_rows
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.gspmd import Gspmd
+from jaxtrain.transformer.feed_forward import gelu_tanh, silu
 
 EMBED, HIDDEN = 6, 10
 Weights = tuple[jax.Array, ...]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.collectives.exchange import Exchange
-from jaxtrain.models.transformer.feed_forward import silu
 from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, TokenFacts
 from jaxtrain.moe.replay import OWN, Replay, Routing
 from jaxtrain.moe.router import Balance, Capacity, Groups, SigmoidRouter, SoftmaxRouter
 from jaxtrain.moe.tally import tally_size
+from jaxtrain.transformer.feed_forward import silu
 
 EMBED, HIDDEN, EXPERTS, TOKENS, BATCH, K = 6, 10, 8, 24, 40, 2
 LAYERS = {

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.transformer.feed_forward import silu
-from jaxtrain.models.transformer.mixture import SharedExpert
 from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, TokenFacts
 from jaxtrain.moe.router import (
     Balance,
@@ -26,6 +23,9 @@ from jaxtrain.moe.router import (
 )
 from jaxtrain.moe.rows import plan_rows
 from jaxtrain.moe.tally import BESIDE_LOADS, tally_size
+from jaxtrain.transformer.decoder import DecoderConfig
+from jaxtrain.transformer.feed_forward import silu
+from jaxtrain.transformer.mixture import SharedExpert
 
 EMBED, HIDDEN, EXPERTS, TOKENS = 6, 10, 8, 24
 

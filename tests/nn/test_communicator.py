@@ -17,6 +17,7 @@ from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.roles import roles_of
 from jaxtrain.mesh.sharding import fsdp, place, tensor
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
@@ -56,7 +57,8 @@ def mesh():
 
 
 def explicit(**fields):
-    return Explicit(sizes=SIZES, places=PLACES, tensor=("tensor",), **fields)
+    roles = roles_of(tensor().activations, SIZES)
+    return Explicit(sizes=SIZES, places=PLACES, roles=roles, **fields)
 
 
 def inputs():

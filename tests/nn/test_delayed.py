@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtrain.nn import Delayed, Fp8Products
 from jaxtrain.nn.communicator import Local
-from jaxtrain.nn.quantized.delayed import (
+from jaxtrain.quantization import Delayed, Fp8Products
+from jaxtrain.quantization.delayed import (
     FIRST,
     SCALES,
     first_table,
@@ -22,8 +22,8 @@ from jaxtrain.nn.quantized.delayed import (
     scale_of,
     seen,
 )
-from jaxtrain.nn.quantized.formats import E4M3, E5M2, Format
-from jaxtrain.nn.quantized.products import differentiated, standing_for
+from jaxtrain.quantization.formats import E4M3, E5M2, Format
+from jaxtrain.quantization.products import differentiated, standing_for
 
 FORMS = {"x": E4M3, "w": E4M3, "dy": E5M2}
 TYPES = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}

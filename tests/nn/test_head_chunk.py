@@ -10,7 +10,7 @@ from jaxtrain import load_mesh
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.nn.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.planner.assembled import facts_of
-from jaxtrain.run.check import check
+from jaxtrain.session.check import check
 from jaxtrain.step.communicators import explicit_communicator
 
 VOCABULARIES = (1024, 32_000, 128_256, 256_000)

@@ -15,6 +15,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh import sharding
+from jaxtrain.mesh.roles import roles_of
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.loss import MASKED, HeadConfig, cross_entropy, logits
@@ -140,7 +142,9 @@ def test_split_over_the_vocabulary(data, tensor, config, check_vma):
     """Shares add to the loss; gradients of a slice of the head and a share of tokens are right."""
     axes = ("data", "tensor")
     mesh = jax.make_mesh((data, tensor), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    comm = Explicit(sizes=dict(mesh.shape), places={}, tensor=("tensor",))
+    sizes = dict(mesh.shape)
+    roles = roles_of(sharding.tensor().activations, sizes)
+    comm = Explicit(sizes=sizes, places={}, roles=roles)
 
     def on_device(x, head, targets, weights):
         x, head, targets, weights = (vary(a, axes) for a in (x, head, targets, weights))

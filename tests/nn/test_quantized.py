@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtrain.nn import Fp8Products, Int8Products
 from jaxtrain.nn.communicator import Local
-from jaxtrain.nn.quantized.formats import (
+from jaxtrain.nn.remat import REMAT, remat
+from jaxtrain.quantization import Fp8Products, Int8Products
+from jaxtrain.quantization.formats import (
     E4M3,
     E5M2,
     INT8,
@@ -22,7 +23,7 @@ from jaxtrain.nn.quantized.formats import (
     dequantize,
     quantize,
 )
-from jaxtrain.nn.quantized.products import (
+from jaxtrain.quantization.products import (
     MOST_TERMS,
     QuantizedWeight,
     Ways,
@@ -33,7 +34,6 @@ from jaxtrain.nn.quantized.products import (
     row,
     standing_for,
 )
-from jaxtrain.nn.remat import REMAT, remat
 
 FORMATS = (E4M3, E5M2, INT8)
 PRODUCTS = (Fp8Products(), Int8Products())

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.nn.rotary.rope import Rope, rotate, tables
-from jaxtrain.nn.rotary.scaling import (
+from jaxtrain.attention.rotary.rope import Rope, rotate, tables
+from jaxtrain.attention.rotary.scaling import (
     DynamicNtk,
     LinearScaling,
     Llama3Scaling,

@@ -16,6 +16,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.matmul import PRODUCT_SCATTERS
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.roles import roles_of
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, place, table, tensor
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
@@ -77,7 +78,7 @@ def explicit(tensor_by: Any = Lax(), **fields: Any) -> Explicit:  # noqa: B008 (
     return Explicit(
         sizes=SIZES,
         places=PLACES,
-        tensor=("tensor",),
+        roles=roles_of(tensor().activations, SIZES),
         frozen=FROZEN,
         collectives=collectives,
         products=frozenset(LEAVES) - {"scale"},

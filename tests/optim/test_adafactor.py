@@ -12,13 +12,13 @@ import pytest
 from flax import nnx
 
 from jaxtrain.mesh.sharding import PaddedAxis
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.transformer.attention import AttentionConfig
-from jaxtrain.models.transformer.block import BlockConfig
-from jaxtrain.models.transformer.feed_forward import MlpConfig
 from jaxtrain.nn.module import take_apart
 from jaxtrain.optim.optimizer import Adafactor, Lamb, Lars, Optimizer
 from jaxtrain.optim.shards import WHOLE, LeafSum, real_means
+from jaxtrain.transformer.attention import AttentionConfig
+from jaxtrain.transformer.block import BlockConfig
+from jaxtrain.transformer.decoder import DecoderConfig
+from jaxtrain.transformer.feed_forward import MlpConfig
 
 VOCAB, EMBED, STEPS = 9, 8, 4
 BLOCK = BlockConfig(AttentionConfig(2), MlpConfig(8))

@@ -12,7 +12,7 @@ from jaxtrain.mesh.sharding import dims, fsdp, named_sharding, tensor
 from jaxtrain.optim.distributed import OnMesh
 from jaxtrain.optim.muon import newton_schulz
 from jaxtrain.optim.shards import LeafSum
-from jaxtrain.telemetry.hlo.collectives import collectives
+from jaxtrain.program.collectives import collectives
 
 RULES = (fsdp() | tensor()).params
 

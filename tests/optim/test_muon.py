@@ -11,13 +11,13 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.transformer.attention import AttentionConfig
-from jaxtrain.models.transformer.block import BlockConfig
-from jaxtrain.models.transformer.feed_forward import MlpConfig
 from jaxtrain.nn.module import take_apart
 from jaxtrain.optim.elementwise import AdamW
 from jaxtrain.optim.muon import QUINTIC, Muon, newton_schulz, partition
+from jaxtrain.transformer.attention import AttentionConfig
+from jaxtrain.transformer.block import BlockConfig
+from jaxtrain.transformer.decoder import DecoderConfig
+from jaxtrain.transformer.feed_forward import MlpConfig
 
 AXES = {
     "embedding": ("vocab", "embed"),

@@ -31,7 +31,7 @@ from jaxtrain.optim.optimizer import (
 )
 from jaxtrain.optim.rate import ScaledRate, linear_scaling
 from jaxtrain.optim.schedule import WarmupCosine
-from jaxtrain.telemetry.hlo.collectives import collectives
+from jaxtrain.program.collectives import collectives
 
 STEPS = 5
 QUICK = {"xla_backend_optimization_level": 0}

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.overlap.alongside import alongside
-from jaxtrain.telemetry.overlap import overlaps, tally
+from jaxtrain.program.overlap import overlaps, tally
 from tests.absent_tpu import estimated_kernels, for_tpu, no_cache, tpu
 
 F = "fsdp"

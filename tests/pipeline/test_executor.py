@@ -17,10 +17,10 @@ from jaxtrain.pipeline.schedule import Schedule, make_schedule
 from jaxtrain.pipeline.slots import training
 from jaxtrain.pipeline.table_file import read_schedule
 from jaxtrain.pipeline.tick import Tick
-from jaxtrain.telemetry.branches import branch_violations
-from jaxtrain.telemetry.hlo.collectives import collectives
-from jaxtrain.telemetry.hlo.order import side_by_side
-from jaxtrain.telemetry.hlo.text import program_text
+from jaxtrain.program.branches import branch_violations
+from jaxtrain.program.collectives import collectives
+from jaxtrain.program.order import side_by_side
+from jaxtrain.program.text import program_text
 
 
 def agrees(problem: Problem, **how: Any) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxtrain.contract.contract import Contract, contract
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.planner.assembled import steady
-from jaxtrain.planner.contract import Contract, contract
+from jaxtrain.program.collectives import Collective, collectives
+from jaxtrain.program.order import side_by_side
+from jaxtrain.program.stablehlo import lowered_collectives
+from jaxtrain.program.text import program_text
 from jaxtrain.step.assembly import active_mesh
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import trace_step
-from jaxtrain.telemetry.hlo.collectives import Collective, collectives
-from jaxtrain.telemetry.hlo.order import side_by_side
-from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
-from jaxtrain.telemetry.hlo.text import program_text
 
 
 def traced(assembly: Any, spec: MeshSpec | None = None) -> Any:

@@ -19,13 +19,13 @@ import jaxtrain
 from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import CPU_BLOCKS
 from jaxtrain.certificate.shrink import shrink
+from jaxtrain.contract import compile as compiling
+from jaxtrain.contract.compile import compile
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.sharding import partition_spec
-from jaxtrain.planner import compile as compiling
-from jaxtrain.planner.compile import compile
-from jaxtrain.run.check import check
+from jaxtrain.program import scratch
+from jaxtrain.session.check import check
 from jaxtrain.step import train_step as stepping
-from jaxtrain.telemetry.hlo import scratch
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,7 +106,7 @@ def test_a_branch_that_devices_take_differently_is_a_violation(small, monkeypatc
 
 @pytest.mark.slow
 def test_the_program_of_the_last_steps_is_compiled(small):
-    reducer = jaxtrain.collectives.Compressed(jaxtrain.collectives.Int8(), warmup_steps=2)
+    reducer = jaxtrain.compression.Compressed(jaxtrain.compression.Int8(), warmup_steps=2)
     execution = jaxtrain.Execution(reducer=reducer, small_leaf=100)
     report = compile(
         replace(small, execution=execution, sharding=jaxtrain.data_parallel()),

@@ -12,12 +12,12 @@ from test_contract import assembled, told
 import jaxtrain
 from jaxtrain.certificate.layouts import Layout
 from jaxtrain.certificate.shrink import shrink
+from jaxtrain.contract.contract import contract
 from jaxtrain.planner.arithmetic import asked_flops
-from jaxtrain.planner.contract import contract
-from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops
-from jaxtrain.telemetry.hlo.order import side_by_side
-from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
-from jaxtrain.telemetry.hlo.text import program_text
+from jaxtrain.program.collectives import collectives, dot_flops
+from jaxtrain.program.order import side_by_side
+from jaxtrain.program.stablehlo import lowered_collectives
+from jaxtrain.program.text import program_text
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 LONG = (("data", 2), ("context", 4))

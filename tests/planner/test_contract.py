@@ -15,23 +15,25 @@ import jaxtrain
 from jaxtrain.certificate.layouts import Layout, experiment_on, layouts
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.collectives import Collectives, Recursive, Ring
+from jaxtrain.contract.contract import Handed, Key, Line, axes_of, contract
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.sharding import ShardingRules, table
 from jaxtrain.nn import bundle
 from jaxtrain.planner.assembled import algorithm_name, facts_of
-from jaxtrain.planner.contract import Handed, Key, Line, axes_of, contract
 from jaxtrain.planner.sent import collective_traffic
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.program.order import side_by_side
+from jaxtrain.program.stablehlo import lowered_collectives
+from jaxtrain.program.text import program_text
 from jaxtrain.step.assembly import assemble
-from jaxtrain.telemetry.hlo.order import side_by_side
-from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
-from jaxtrain.telemetry.hlo.text import program_text
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 EXPLICIT = [each for each in layouts(8, "quick")[0] if each.mode != "gspmd"]
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
+THREE_LEVELS = (("replica", 2), ("data", 2), ("fsdp", 2))
 SHOWN = [
     Layout(CUBE),
+    Layout(THREE_LEVELS, "explicit, hierarchical sums", "data parallel", microbatches=1),
     Layout(CUBE, "explicit, ring", "zero1", loop="scanned, prefetch, remat full"),
     Layout(CUBE, "explicit, recursive", "data parallel", precision="bf16"),
     Layout((("fsdp", 8),), loop="scanned, prefetch, kept weights", microbatches=1),
@@ -54,7 +56,7 @@ def weighed(layout):
     return pytest.param(layout, marks=pytest.mark.slow if often else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("layout", [*SHOWN[:1], *map(weighed, (*SHOWN[1:], *EXPLICIT))], ids=str)
+@pytest.mark.parametrize("layout", [*SHOWN[:2], *map(weighed, (*SHOWN[2:], *EXPLICIT))], ids=str)
 @pytest.mark.sampled(9)
 def test_the_contract_is_kept(layout):
     assembly = assembled(layout)
@@ -223,23 +225,23 @@ WIDE = (("data", 4), ("tensor", 2))
 REDUCERS = [
     *(
         pytest.param(
-            jaxtrain.collectives.Compressed(codec, by=by),
+            jaxtrain.compression.Compressed(codec, by=by),
             id=name,
             marks=pytest.mark.slow if name in ("int8", "PowerSGD") else pytest.mark.exhaustive,
         )
         for name, codec, by in (
-            ("int8", jaxtrain.collectives.Int8(), jaxtrain.collectives.Lax()),
-            ("top-k by rings", jaxtrain.collectives.TopK(0.05), jaxtrain.collectives.Ring()),
-            ("sign, recursive", jaxtrain.collectives.Sign(), jaxtrain.collectives.Recursive()),
-            ("PowerSGD", jaxtrain.collectives.PowerSGD(4), jaxtrain.collectives.Lax()),
+            ("int8", jaxtrain.compression.Int8(), jaxtrain.collectives.Lax()),
+            ("top-k by rings", jaxtrain.compression.TopK(0.05), jaxtrain.collectives.Ring()),
+            ("sign, recursive", jaxtrain.compression.Sign(), jaxtrain.collectives.Recursive()),
+            ("PowerSGD", jaxtrain.compression.PowerSGD(4), jaxtrain.collectives.Lax()),
             (
                 "PowerSGD of a rank too high for attention",
-                jaxtrain.collectives.PowerSGD(40),
+                jaxtrain.compression.PowerSGD(40),
                 jaxtrain.collectives.Ring(1),
             ),
             (
                 "PowerSGD in levels",
-                jaxtrain.collectives.PowerSGD(4),
+                jaxtrain.compression.PowerSGD(4),
                 jaxtrain.collectives.Hierarchical(),
             ),
         )
@@ -251,7 +253,7 @@ REDUCERS = [
 @pytest.mark.sampled(2)
 def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
-    axes = WIDE if reducer.codec == jaxtrain.collectives.PowerSGD(40) else CUBE
+    axes = WIDE if reducer.codec == jaxtrain.compression.PowerSGD(40) else CUBE
     placed = experiment_on(small, Layout(axes, loop="scanned, prefetch, remat full"))
     execution = replace(placed.execution, reducer=reducer, small_leaf=100)
     assembly = assemble(replace(placed, execution=execution), jaxtrain.mesh_from_axes(**dict(axes)))
@@ -259,7 +261,7 @@ def test_what_a_compressed_reducer_sends_is_predicted(reducer):
     assert (axes == WIDE) is (0 < len(sums.factors) < len(sums.apart))
     found = held(assembly)
     assert not found.broken, told(found.broken)
-    coded = not isinstance(reducer.codec, jaxtrain.collectives.PowerSGD)
+    coded = not isinstance(reducer.codec, jaxtrain.compression.PowerSGD)
     assert coded is any(line.key.dtype == "u8" for line in found.lines)
 
 

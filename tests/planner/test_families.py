@@ -12,13 +12,14 @@ from programs import held
 
 import jaxtrain
 from jaxtrain import AttentionConfig, BlockConfig, MlpConfig
+from jaxtrain.attention import DynamicNtk, LinearScaling, LongRope, Rope, Yarn
 from jaxtrain.certificate.certify import difference
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.outcome import program
 from jaxtrain.certificate.shrink import shrink
-from jaxtrain.models import gelu_tanh
-from jaxtrain.nn import DynamicNtk, LinearScaling, LongRope, RMSNorm, Rope, Yarn
+from jaxtrain.nn import RMSNorm
 from jaxtrain.step.assembly import assemble
+from jaxtrain.transformer import gelu_tanh
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("fsdp", 2), ("context", 2), ("tensor", 2))

@@ -12,17 +12,17 @@ from programs import lowered
 import jaxtrain
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
-from jaxtrain.models import LatentAttentionConfig
-from jaxtrain.nn import Fp8Products, Int8Products
+from jaxtrain.contract.contract import contract
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import facts_of
-from jaxtrain.planner.contract import contract
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.program.collectives import collectives, dot_flops
+from jaxtrain.program.order import side_by_side
+from jaxtrain.program.stablehlo import lowered_collectives
+from jaxtrain.program.text import program_text
+from jaxtrain.quantization import Fp8Products, Int8Products
 from jaxtrain.step.assembly import assemble
-from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops
-from jaxtrain.telemetry.hlo.order import side_by_side
-from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
-from jaxtrain.telemetry.hlo.text import program_text
+from jaxtrain.transformer import LatentAttentionConfig
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))

@@ -15,13 +15,13 @@ from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.routing import Numbered
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.collectives import Collectives, Ragged
+from jaxtrain.contract.contract import contract
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.moe import BlockLoop
 from jaxtrain.planner.assembled import facts_of
-from jaxtrain.planner.contract import contract
 from jaxtrain.planner.traffic import step_traffic
+from jaxtrain.program.stablehlo import lowered_collectives
 from jaxtrain.step.assembly import assemble
-from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 CUBE = (("data", 2), ("fsdp", 2), ("tensor", 2))
@@ -30,12 +30,13 @@ RAGGED = Collectives(experts=Ragged())
 DOTS, FULL = "scanned, remat dots_and_attention", "scanned, prefetch, remat full"
 ALL = "unrolled, remat none"
 APART = (("data", 2), ("expert", 2), ("tensor", 2))
+STAGED_GATHERED = (("fsdp", 2), ("stage", 2), ("expert", 2))
 STAGED_APART = (("expert", 2), ("stage", 2), ("tensor", 2))
 BALANCED = jaxtrain.MoeConfig(
     192,
     experts=8,
     router=jaxtrain.moe.SigmoidRouter(bias=True),
-    shared=jaxtrain.models.SharedExpert(64, weighed=True),
+    shared=jaxtrain.transformer.SharedExpert(64, weighed=True),
     balance=jaxtrain.moe.Balance(0.01, 1e-3, 1e-3),
 )
 SWITCH = replace(
@@ -100,6 +101,8 @@ OF_EXPERTS = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, 4.0, targets=("*.mlp.*",)
 OF_ROUTERS = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, 4.0, targets=("*.mlp.router",)))
 
 CASES = [
+    # B runs the layer again for attention's results alone: the gather of experts' weights is gone.
+    slow("experts that are not read again", staged("1F1B", 2, axes=STAGED_GATHERED)),
     slow("adapters", Layout(CUBE, loop=DOTS), given={"fine_tuning": ADAPTERS}, **BESIDE),
     pytest.param(
         Layout(APART, loop=DOTS),

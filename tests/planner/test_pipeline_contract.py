@@ -12,17 +12,18 @@ from programs import held, programs
 import jaxtrain
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
+from jaxtrain.contract.contract import contract
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.pipeline import tick
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.planner.assembled import facts_of
-from jaxtrain.planner.contract import contract
 from jaxtrain.planner.sent import local_elements
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.step.assembly import assemble
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
 TWO = (("stage", 2),)
+FLAT = (("stage", 2), ("fsdp", 2))
 WIDE = (("stage", 4), ("tensor", 2))
 SPLIT = (("data", 2), ("fsdp", 2), ("stage", 2))
 CUBE = (("fsdp", 2), ("stage", 2), ("tensor", 2))
@@ -85,6 +86,9 @@ CASES = [
     ),
     case(CUBE, ZERO_BUBBLE, layers=3, loop=LayerLoop(prefetch=False)),
     case(CUBE, GPIPE, slow=False),
+    # Of the last layer that B runs again, the gather of the matrix that it does not read is gone.
+    case(FLAT, ONE_F_ONE_B, slow=False, layers=2, microbatches=2, mode="explicit, recursive"),
+    case(FLAT, ZERO_BUBBLE, mode="explicit, recursive", loop=LayerLoop(True, "attention")),
     case(SPLIT, GPIPE, layers=2, loop=LayerLoop(True, "full")),
     case(CUBE, ONE_F_ONE_B, microbatches=1, slow=None),
     case(CUBE, ONE_F_ONE_B, slow=None, microbatches=1, loop=LayerLoop(remat="full")),

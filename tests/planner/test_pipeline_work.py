@@ -15,6 +15,7 @@ from jaxtrain import cli
 from jaxtrain.attention.kernels import Reference
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
+from jaxtrain.contract.compile import CompileReport
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_count, block_rows
 from jaxtrain.nn.stack import LayerLoop
@@ -22,11 +23,10 @@ from jaxtrain.operations.node import Node
 from jaxtrain.pipeline.analysis import bubble
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.overhead import executed_over_useful
-from jaxtrain.planner.compile import CompileReport
 from jaxtrain.planner.overhead import flop_facts, overhead
+from jaxtrain.program.collectives import dot_flops
+from jaxtrain.program.text import program_text
 from jaxtrain.step.assembly import assemble
-from jaxtrain.telemetry.hlo.collectives import dot_flops
-from jaxtrain.telemetry.hlo.text import program_text
 
 ROOT = Path(__file__).parents[2]
 TWO = (("stage", 2),)

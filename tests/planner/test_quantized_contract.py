@@ -16,16 +16,16 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.moe import BlockLoop, TritonBlocks
-from jaxtrain.nn import Delayed, Fp8Products, Int8Products
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import facts_of
 from jaxtrain.planner.overhead import overhead
 from jaxtrain.planner.seconds import step_seconds
 from jaxtrain.planner.traffic import step_traffic
-from jaxtrain.run.notes import notes
+from jaxtrain.program.collectives import dot_flops
+from jaxtrain.program.text import program_text
+from jaxtrain.quantization import Delayed, Fp8Products, Int8Products
+from jaxtrain.session.notes import notes
 from jaxtrain.step.assembly import Assembly, assemble
-from jaxtrain.telemetry.hlo.collectives import dot_flops
-from jaxtrain.telemetry.hlo.text import program_text
 
 by_hand = pytest.mark.exhaustive
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"

@@ -25,7 +25,7 @@ import numpy as np
 import jaxtrain
 from jaxtrain.checkpoint import SavePolicy, named_leaves
 from jaxtrain.run import loop
-from jaxtrain.run.session import Session
+from jaxtrain.session.session import Session
 
 BATCHES, STEPS = 10, 40
 
@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lamb": dict(optimizer=jaxtrain.optim.Lamb(1e-2)),
     "lars": dict(optimizer=jaxtrain.optim.Lars(1.0)),
     "muon": dict(optimizer=jaxtrain.Muon(1e-2)),
-    "powersgd": dict(reducer=jaxtrain.collectives.Compressed(jaxtrain.collectives.PowerSGD(2))),
+    "powersgd": dict(reducer=jaxtrain.compression.Compressed(jaxtrain.compression.PowerSGD(2))),
 }
 """What a run is of: every optimizer that is exported, averaged weights, and compressed sums, which
 carry errors and factors."""

@@ -26,7 +26,7 @@ from jaxtrain.cluster.phases import Now, Phases
 from jaxtrain.experiment import config_of
 from jaxtrain.experiment.stored import refuse_unreadable, stored_field
 from jaxtrain.run.hooks import CrowdedRows, GarbageCollection, GuardMessages, Hooks
-from jaxtrain.run.saves.saving import Saving
+from jaxtrain.run.saving import Saving
 from jaxtrain.telemetry.profiler import Profiler
 
 EVENTS = ("begin", "before_step", "after_step", "metrics", "after_evaluation", "after_save", "end")
@@ -237,8 +237,8 @@ def test_the_guard_of_compressed_sums_is_told_once(
     decoder: jaxtrain.Experiment, tmp_path: Path
 ) -> None:
     """Each step is sampled; of the first it is known when the third is dispatched."""
-    guard = jaxtrain.collectives.Guard(every=1, max_error=0.01)
-    reducer = jaxtrain.collectives.Compressed(jaxtrain.collectives.TopK(0.01), guard=guard)
+    guard = jaxtrain.compression.Guard(every=1, max_error=0.01)
+    reducer = jaxtrain.compression.Compressed(jaxtrain.compression.TopK(0.01), guard=guard)
     execution = jaxtrain.Execution(reducer=reducer, small_leaf=0)
     recorder, stream = Recorder(), io.StringIO()
     result = jaxtrain.train(

@@ -18,13 +18,13 @@ import pytest
 
 import jaxtrain
 from jaxtrain.attention.kernels import Splash
-from jaxtrain.collectives.powersgd import PowerSGD
+from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import with_fields
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.moe import Megablox
-from jaxtrain.run.session import initialise, open_session
+from jaxtrain.session.session import initialise, open_session
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.validation.experiment import field_violations
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_arrays_on_every_device(
     [
         (0.1, jaxtrain.collectives.Lax()),
         pytest.param(0.0, jaxtrain.collectives.Lax(), marks=pytest.mark.slow),
-        pytest.param(0.0, jaxtrain.collectives.Compressed(PowerSGD(2)), marks=pytest.mark.slow),
+        pytest.param(0.0, jaxtrain.compression.Compressed(PowerSGD(2)), marks=pytest.mark.slow),
     ],
     ids=str,
 )

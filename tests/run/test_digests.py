@@ -13,7 +13,7 @@ import pytest
 
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import named_sharding
-from jaxtrain.run.health.digests import (
+from jaxtrain.run.digests import (
     Copies,
     DigestRows,
     LeafDifference,

@@ -17,10 +17,10 @@ from flax import nnx
 import jaxtrain
 from jaxtrain.data import BatchRamp, BigramChain
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.run import session
-from jaxtrain.run.evaluate import Evaluator
-from jaxtrain.run.rows import open_split
-from jaxtrain.run.session import initialise
+from jaxtrain.session import session
+from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.rows import open_split
+from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.state import TrainState, shardings

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import jaxtrain
-from jaxtrain.models import SharedExpert
 from jaxtrain.moe import Balance, SigmoidRouter
 from jaxtrain.telemetry.metrics import read_metrics
+from jaxtrain.transformer import SharedExpert
 
 MOE = jaxtrain.MoeConfig(
     16,

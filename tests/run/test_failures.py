@@ -23,11 +23,11 @@ from jaxtrain.checkpoint.policy import SaveClock
 from jaxtrain.cluster.agreement import FailedTogether
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.data import BigramChain
-from jaxtrain.run import loop, session
+from jaxtrain.run import loop, saves
 from jaxtrain.run.directory import RunDirectory, left_in
-from jaxtrain.run.memory import memory_remedies
-from jaxtrain.run.saves import saves
-from jaxtrain.run.session import Session
+from jaxtrain.session import session
+from jaxtrain.session.memory import memory_remedies
+from jaxtrain.session.session import Session
 from jaxtrain.telemetry.metrics import read_metrics
 
 
@@ -74,7 +74,7 @@ def test_a_device_without_memory_is_told_with_what_takes_less(
         def fails(*args: Any, **options: Any) -> Any:
             raise jax.errors.JaxRuntimeError(words)
 
-        monkeypatch.setattr(f"jaxtrain.run.session.{where}", fails)
+        monkeypatch.setattr(f"jaxtrain.session.session.{where}", fails)
         with pytest.raises(jax.errors.JaxRuntimeError) as raised:
             jaxtrain.train(own, spec, stream=io.StringIO())
         return getattr(raised.value, "__notes__", [])
@@ -127,7 +127,7 @@ def test_an_error_at_an_evaluation_loses_no_step(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no evaluation")
 
-    monkeypatch.setattr("jaxtrain.run.evaluate.Evaluator.__call__", broken)
+    monkeypatch.setattr("jaxtrain.session.evaluate.Evaluator.__call__", broken)
     with pytest.raises(RuntimeError, match="no evaluation"):
         trained(tmp_path, replace(own, evaluation=jaxtrain.Evaluation(every=4)))
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["4"]
@@ -452,7 +452,7 @@ def test_who_cannot_save_says_what_is_saved(
     several = types.SimpleNamespace(
         process_count=lambda: processes, block_until_ready=jax.block_until_ready
     )
-    monkeypatch.setattr("jaxtrain.run.saves.saves.jax", several)
+    monkeypatch.setattr("jaxtrain.run.saves.jax", several)
     monkeypatch.setattr(Session, "alive", lambda _: False)
     monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
     stream, experiment = io.StringIO(), replace(own, steps=9)

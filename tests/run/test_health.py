@@ -16,7 +16,8 @@ from jaxtrain import Health
 from jaxtrain.checkpoint import committed_steps
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.fault_tolerance.state_faults import change_state
-from jaxtrain.run.health import WrongNumbers, checks
+from jaxtrain.run import health_checks as checks
+from jaxtrain.run.health_checks import WrongNumbers
 
 
 class Faulty(jaxtrain.Callback):
@@ -131,7 +132,7 @@ def test_a_fault_within_what_is_skipped_is_not_one_of_the_chip(run) -> None:
 
 def test_compressed_sums_keep_errors_of_their_own(run, experiment) -> None:
     """Which lie on one device each, and are no copies."""
-    codec = jaxtrain.collectives.Compressed(jaxtrain.collectives.Int8())
+    codec = jaxtrain.compression.Compressed(jaxtrain.compression.Int8())
     execution = replace(experiment.execution, reducer=codec, small_leaf=1)
     execution = replace(execution, health=Health(replicas=2, replay=2))
     found = jaxtrain.train(

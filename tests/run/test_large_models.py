@@ -16,8 +16,8 @@ import pytest
 
 import jaxtrain
 from jaxtrain import DecoderConfig
+from jaxtrain.contract.compile import compile
 from jaxtrain.mesh.mesh import load_mesh
-from jaxtrain.planner.compile import compile
 
 ROOT = Path(__file__).parents[2]
 GPT3 = ("gpt3_175b", "v5p_512_stage8")

@@ -24,10 +24,11 @@ import jaxtrain
 from jaxtrain.cluster.pace import Pace
 from jaxtrain.data import BatchRamp, Loader
 from jaxtrain.experiment import config_of
-from jaxtrain.run import loop, session
-from jaxtrain.run.evaluate import Evaluator
+from jaxtrain.run import loop
 from jaxtrain.run.result import Result
-from jaxtrain.run.saves.saving import Saving
+from jaxtrain.run.saving import Saving
+from jaxtrain.session import session
+from jaxtrain.session.evaluate import Evaluator
 
 STEPS = 6
 Train = Callable[..., Result]

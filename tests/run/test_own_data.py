@@ -15,7 +15,7 @@ import pytest
 from tiny import SEQ, VOCAB
 
 import jaxtrain
-from jaxtrain.run.rows import open_split
+from jaxtrain.session.rows import open_split
 
 
 class Whole:

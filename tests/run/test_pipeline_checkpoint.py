@@ -20,12 +20,12 @@ from tiny import Asking
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointManager, SavePolicy
-from jaxtrain.collectives import Compressed, Int8, PowerSGD
+from jaxtrain.compression import Compressed, Int8, PowerSGD
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.pipeline.config import Pipeline
-from jaxtrain.run.evaluate import Evaluator
 from jaxtrain.run.result import Result
-from jaxtrain.run.session import initialise
+from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.session import initialise
 from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.layer_order import AtRest, natural_shapes

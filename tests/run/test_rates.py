@@ -15,8 +15,8 @@ import pytest
 import jaxtrain
 from jaxtrain.data import BatchRamp
 from jaxtrain.run.history import History
-from jaxtrain.run.rates import Rates
-from jaxtrain.run.rows import AHEAD, CountedDocuments, document_lengths
+from jaxtrain.session.rates import Rates
+from jaxtrain.session.rows import AHEAD, CountedDocuments, document_lengths
 from jaxtrain.step.assembly import assemble
 from jaxtrain.telemetry.metrics import read_metrics
 

@@ -15,9 +15,9 @@ from jaxtrain.context import Ulysses
 from jaxtrain.data import BigramChain
 from jaxtrain.mesh.axes import MESH_AXES
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.models.transformer.mixture import MoeConfig
 from jaxtrain.remedies import Clash, Near, settled
 from jaxtrain.step.assembly import try_assemble
+from jaxtrain.transformer.mixture import MoeConfig
 
 BLOCK = jaxtrain.BlockConfig(
     jaxtrain.AttentionConfig(heads=4, kv_heads=None), jaxtrain.MlpConfig(hidden=64)

@@ -12,7 +12,7 @@ from jaxtrain import Evaluation
 from jaxtrain.checkpoint.policy import EVALUATED_BATCHES
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.fault_tolerance.ledger import entry_of, sum_up
-from jaxtrain.run.saves.saves import Saves
+from jaxtrain.run.saves import Saves
 
 WHOLE, LOSS = 6, {"eval_loss": 1.5}
 

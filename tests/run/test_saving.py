@@ -27,8 +27,8 @@ from jaxtrain.checkpoint import CheckpointError, CheckpointManager, DamagedCheck
 from jaxtrain.checkpoint.verify import verify
 from jaxtrain.experiment import config_of
 from jaxtrain.fault_tolerance.faults import _make_foreign
-from jaxtrain.run.saves.saving import checkpoints_of
-from jaxtrain.run.session import _apart
+from jaxtrain.run.saving import checkpoints_of
+from jaxtrain.session.session import _apart
 from jaxtrain.state_format.manifest import read_manifest, write_manifest
 
 MESH = {"fsdp": 2}
@@ -181,7 +181,7 @@ def test_saves_that_are_copied_on_the_devices_are_those_that_are_not(
     own: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In both tiers, where a step runs on, which donates what was copied."""
-    from jaxtrain.run.session import Session
+    from jaxtrain.session.session import Session
     from jaxtrain.state_format.parts import OwnedParts
 
     def trained(name: str, spare: int) -> list[str]:
@@ -208,7 +208,7 @@ def test_a_copy_that_fails_on_a_device_costs_no_save(
 ) -> None:
     """In both tiers: the state goes to the host instead, which is told once, and no copy is tried
     on the devices again."""
-    from jaxtrain.run.session import Session
+    from jaxtrain.session.session import Session
     from jaxtrain.state_format import parts
 
     tried: list[int] = []
@@ -237,7 +237,7 @@ def test_room_for_a_copy_is_what_no_program_of_the_run_takes(
     """Evaluations and comparisons of copies run before a copy has left: the largest program
     counts."""
     from jaxtrain.mesh.spare_memory import working_bytes
-    from jaxtrain.run import session
+    from jaxtrain.session import session
 
     asked, rooms = set[Any](), []
     free = 2**20

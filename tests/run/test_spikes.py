@@ -22,13 +22,13 @@ from jaxtrain.cluster.phases import LOST
 from jaxtrain.cluster.requests import Requests
 from jaxtrain.data import BatchRamp, rows_of_step
 from jaxtrain.fault_tolerance.state_faults import change_state
-from jaxtrain.run.health import WrongNumbers
+from jaxtrain.run.health_checks import WrongNumbers
 from jaxtrain.run.hooks import Profiling
 from jaxtrain.run.readings import SKIPPED_AT_MOST, Readings
-from jaxtrain.run.saves.rollback import Rollbacks, good_step
-from jaxtrain.run.saves.saving import Saving
-from jaxtrain.run.saves.skips import Skips, skips_from
-from jaxtrain.run.saves.watch import LossWatch
+from jaxtrain.run.rollback import Rollbacks, good_step
+from jaxtrain.run.saving import Saving
+from jaxtrain.run.watch import LossWatch
+from jaxtrain.session.skips import Skips, skips_from
 from jaxtrain.step.batches import row_numbers
 from jaxtrain.telemetry.metrics import read_metrics
 from jaxtrain.telemetry.profiler import Steps

@@ -13,7 +13,7 @@ import pytest
 import jaxtrain
 from jaxtrain import cli
 from jaxtrain.checkpoint.verify import verify
-from jaxtrain.run.notes import notes
+from jaxtrain.session.notes import notes
 from jaxtrain.state_format import hashing
 from jaxtrain.state_format.hashing import LacksPackage
 from jaxtrain.step.assembly import assemble
@@ -70,7 +70,7 @@ def test_a_check_says_what_is_done_without(
     mesh = jaxtrain.mesh_from_axes(data=1)
     assert not notes(assemble(saved, mesh))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("jaxtrain.run.notes.XXH3", None)
+    monkeypatch.setattr("jaxtrain.session.notes.XXH3", None)
     found = notes(assemble(saved, mesh))
     assert [note.split(" is not installed")[0] for note in found] == [
         "logging: tensorboardX",

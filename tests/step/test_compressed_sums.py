@@ -17,10 +17,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxtrain
 from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.collectives.compressed import Compressed, Guard
-from jaxtrain.collectives.compression import Int8, Sign, TopK
-from jaxtrain.collectives.powersgd import PowerSGD
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.compression.codecs import Int8, Sign, TopK
+from jaxtrain.compression.compressed import Compressed, Guard
+from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.compression.residuals import (
     compressed_parts,
     no_residuals,
@@ -30,7 +30,7 @@ from jaxtrain.compression.residuals import (
 )
 from jaxtrain.compression.sums import Choice, CompressedSums, GuardReader, choose
 from jaxtrain.mesh.sharding import Leaf, partition_spec
-from jaxtrain.run.session import open_session
+from jaxtrain.session.session import open_session
 from jaxtrain.step.assembly import assemble
 from jaxtrain.step.guard import Distance, beyond, distance
 

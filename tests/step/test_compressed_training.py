@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import jaxtrain
-from jaxtrain.collectives import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
+from jaxtrain.compression import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
 from jaxtrain.experiment import load_experiment
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"

@@ -18,11 +18,11 @@ from tiny import Table
 import jaxtrain
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.models.scales import first_scales
-from jaxtrain.nn import Delayed, Fp8Products
-from jaxtrain.nn.quantized.delayed import SCALES, scale_of
 from jaxtrain.optim.precision import LossScale
 from jaxtrain.planner.assembled import why_not_predicted
-from jaxtrain.run.evaluate import Evaluator
+from jaxtrain.quantization import Delayed, Fp8Products
+from jaxtrain.quantization.delayed import SCALES, scale_of
+from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.step.assembly import assemble
 
 CURRENT = replace(jaxtrain.fp32, products=Fp8Products())

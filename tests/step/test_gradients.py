@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxtrain.collectives.compressed import Compressed
-from jaxtrain.collectives.compression import TopK
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
+from jaxtrain.compression.codecs import TopK
+from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.residuals import (
     codec_state,
     compressed_parts,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import jaxtrain
-from jaxtrain.run.session import Session
+from jaxtrain.session.session import Session
 
 Opened = Callable[..., Session]
 Stepped = Callable[[Session], dict[str, float]]

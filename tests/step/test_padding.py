@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain.collectives import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
+from jaxtrain.compression import Compressed, Fp8, Int8, PowerSGD, Sign, TopK
 
 WORDS, LAYERS, RATE = 13, 5, 0.1
 """Three slots on each of two stages: what one of two devices of `data` sums compressed has layers

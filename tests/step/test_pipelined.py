@@ -62,7 +62,7 @@ def other_half(e: jaxtrain.Experiment) -> jaxtrain.Experiment:
     """Untied, learned positions, biases, LayerNorm, GELU."""
     (block,) = e.model.period
     attention = replace(block.attention, rope=None, qkv_bias=True, out_bias=True)
-    mlp = replace(block.mlp, gated=False, bias=True, activation=jaxtrain.models.gelu_tanh)
+    mlp = replace(block.mlp, gated=False, bias=True, activation=jaxtrain.transformer.gelu_tanh)
     block = replace(block, attention=attention, mlp=mlp, norm=jaxtrain.nn.LayerNorm())
     model = dict(period=(block,), norm=jaxtrain.nn.LayerNorm(), tied=False, learned_positions=8)
     return deep(e, **model)
@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, int], str]] = {
     "gspmd": (
         lambda e: replace(deep(e), execution=jaxtrain.Execution(mode="gspmd")),
         dict(stage=2),
-        "a pipeline's collectives are stated",
+        "that mode does not run stage",
     ),
     "layer by layer": (
         lambda e: replace(deep(e), execution=jaxtrain.Execution(reduce_layers=True)),

@@ -11,8 +11,9 @@ from two_steps import run
 
 import jaxtrain
 from jaxtrain.mesh import ShardingRules
-from jaxtrain.nn import Delayed, Fp8Products, Int8Products, LayerLoop
+from jaxtrain.nn import LayerLoop
 from jaxtrain.optim import fp32
+from jaxtrain.quantization import Delayed, Fp8Products, Int8Products
 from jaxtrain.step.assembly import assemble
 
 PRECISIONS = {

@@ -12,15 +12,17 @@ import pytest
 from two_steps import run
 
 import jaxtrain
-from jaxtrain.collectives import Collectives, Compressed, Int8, Ring
+from jaxtrain.collectives import Collectives, Ring
+from jaxtrain.compression import Compressed, Int8
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.models.scales import first_scales
-from jaxtrain.nn import Delayed, Fp8Products, Int8Products, LayerLoop
-from jaxtrain.nn.quantized.delayed import SCALES, scale_of
+from jaxtrain.nn import LayerLoop
 from jaxtrain.optim import Precision, fp32
 from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.pipeline.config import Pipeline
-from jaxtrain.run.health.self_check import bound_of
+from jaxtrain.quantization import Delayed, Fp8Products, Int8Products
+from jaxtrain.quantization.delayed import SCALES, scale_of
+from jaxtrain.run.self_check import bound_of
 from jaxtrain.step.assembly import assemble
 
 PRECISIONS = {

@@ -10,10 +10,10 @@ import pytest
 
 import jaxtrain
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.program.collectives import collectives
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
-from jaxtrain.telemetry.hlo.collectives import collectives
 
 LAYERS = 3
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.collectives.compressed import Compressed
-from jaxtrain.collectives.compression import Int8
+from jaxtrain.compression.codecs import Int8
+from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.residuals import compressed_parts
 from jaxtrain.compression.sums import Choice, CompressedSums
 from jaxtrain.mesh.sharding import Leaf

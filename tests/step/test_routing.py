@@ -12,12 +12,12 @@ import pytest
 
 import jaxtrain
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.models.transformer.mixture import SharedExpert
 from jaxtrain.moe.router import Balance, Capacity, SoftmaxRouter
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import make_train_step
+from jaxtrain.transformer.mixture import SharedExpert
 
 VOCAB, SEQ, RATE = 64, 8, 1e-3
 MOE = jaxtrain.MoeConfig(

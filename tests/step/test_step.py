@@ -17,7 +17,7 @@ from jaxtrain import bf16, fp32
 from jaxtrain.optim import LossScale, Precision, fp16
 from jaxtrain.optim.rate import ScaledRate
 from jaxtrain.optim.schedule import WarmupLinear
-from jaxtrain.run.session import Session
+from jaxtrain.session.session import Session
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.train_step import make_evaluation_step
 

@@ -16,7 +16,7 @@ from jaxtrain.nn import stack
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.precision import int8
 from jaxtrain.overlap.alongside import alongside
-from jaxtrain.run.check import check
+from jaxtrain.session.check import check
 from jaxtrain.step import communicators
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.communicators import explicit_communicator

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.telemetry.branches import branch_violations
+from jaxtrain.program.branches import branch_violations
 
 RIGHT = [(0, 1), (1, 0)]
 

@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.program.collectives import collectives, dot_flops, opaque_kernels, peak_memory
 from jaxtrain.telemetry.flops import AttentionFlops, Matmul, forward_flops
-from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops, opaque_kernels, peak_memory
 
 DEVICES = np.arange(8).reshape(2, 4)  # mesh axes a, b
 GROUPS = {

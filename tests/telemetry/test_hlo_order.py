@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.telemetry.hlo.order import side_by_side
+from jaxtrain.program.order import side_by_side
 
 N = 4
 

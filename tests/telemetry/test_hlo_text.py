@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops
-from jaxtrain.telemetry.hlo.groups import connected, replica_groups
-from jaxtrain.telemetry.hlo.text import Shape, parse
+from jaxtrain.program.collectives import collectives, dot_flops
+from jaxtrain.program.groups import connected, replica_groups
+from jaxtrain.program.text import Shape, parse
 
 # The loop has no trip count of its own; an asynchronous all-gather passes through three fusions.
 TPU = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(bf16[4,128]{1,0})->()}, \

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops
-from jaxtrain.telemetry.hlo.text import program_text
+from jaxtrain.program.collectives import collectives, dot_flops
+from jaxtrain.program.text import program_text
 
 SQUARE = 2 * 4**3
 """FLOPs of a product of two 4 x 4 matrices."""

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.matmul import Tiled, gather_matmul
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.telemetry.hlo.collectives import collectives, dot_flops
-from jaxtrain.telemetry.overlap import MatmulWork, Tally, overlaps, tally
+from jaxtrain.program.collectives import collectives, dot_flops
+from jaxtrain.program.overlap import MatmulWork, Tally, overlaps, tally
 from tests.absent_tpu import for_tpu, no_cache, tpu
 
 HEAD = "HloModule m, is_scheduled=true, num_partitions=4\n\n"

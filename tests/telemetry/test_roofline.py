@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxtrain.telemetry.hlo.totals import FALLBACK
-from jaxtrain.telemetry.roofline import Roofline, roofline
+from jaxtrain.program.roofline import Roofline, roofline
+from jaxtrain.program.totals import FALLBACK
 
 LAYERS = """HloModule layers, is_scheduled=true
 

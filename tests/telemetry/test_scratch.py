@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxtrain.telemetry.hlo.scratch import uncounted_scratch, with_scratch
-from jaxtrain.telemetry.roofline import roofline
+from jaxtrain.program.roofline import roofline
+from jaxtrain.program.scratch import uncounted_scratch, with_scratch
 
 PROGRAM = """HloModule attention, is_scheduled=true
 

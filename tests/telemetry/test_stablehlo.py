@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.telemetry.hlo.collectives import Collective, collectives
-from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
+from jaxtrain.program.collectives import Collective, collectives
+from jaxtrain.program.stablehlo import lowered_collectives
 
 
 def lowered(function: Any, dtype: str) -> Any:

@@ -20,22 +20,22 @@ from jaxtrain.certificate.certify import difference
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.outcome import program
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
+from jaxtrain.contract.contract import contract
+from jaxtrain.huggingface import write_folder
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.models.buffers import buffers_of, without_buffers
-from jaxtrain.nn import Delayed, Fp8Products
-from jaxtrain.nn.quantized.delayed import scale_of
 from jaxtrain.planner.assembled import why_not_predicted
-from jaxtrain.planner.contract import contract
-from jaxtrain.run.session import _first_state
+from jaxtrain.program.collectives import collectives
+from jaxtrain.program.stablehlo import lowered_collectives
+from jaxtrain.program.text import program_text
+from jaxtrain.quantization import Delayed, Fp8Products
+from jaxtrain.quantization.delayed import scale_of
+from jaxtrain.session.session import _first_state
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.layer_order import AtRest, params_in_natural_order
 from jaxtrain.step.state import TrainState, shardings
 from jaxtrain.step.train_step import trace_step
-from jaxtrain.telemetry.hlo.collectives import collectives
-from jaxtrain.telemetry.hlo.stablehlo import lowered_collectives
-from jaxtrain.telemetry.hlo.text import program_text
 from jaxtrain.weights.generate import sample_ids
-from jaxtrain.weights.huggingface import write_folder
 from jaxtrain.weights.loading import load, static_of
 from jaxtrain.weights.start import settled_start
 
@@ -249,7 +249,7 @@ def test_frozen_leaves_have_no_state(optimizer: Any, decoder: jaxtrain.Experimen
     """Of an optimizer's state what a model of the trained leaves alone would have; no average, no
     residual."""
     execution = jaxtrain.Execution(
-        reducer=jaxtrain.collectives.Compressed(jaxtrain.collectives.Int8()), small_leaf=0
+        reducer=jaxtrain.compression.Compressed(jaxtrain.compression.Int8()), small_leaf=0
     )
     for tuning in SETS.values():
         for axes in (CUBE, STAGES):
@@ -365,7 +365,7 @@ def test_frozen_leaves_are_in_no_compressed_sum(
     losses = {}
     for reducer in (
         jaxtrain.collectives.Lax(),
-        jaxtrain.collectives.Compressed(jaxtrain.collectives.Int8(block=16)),
+        jaxtrain.compression.Compressed(jaxtrain.compression.Int8(block=16)),
     ):
         execution = jaxtrain.Execution(reducer=reducer, small_leaf=0)
         given = of(decoder, SETS["mlp"], ema_decay=0.9, execution=execution, clip_norm=0.5)

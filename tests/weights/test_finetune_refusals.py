@@ -13,9 +13,9 @@ import pytest
 
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, LoRA
+from jaxtrain.huggingface import write_folder
 from jaxtrain.models.build import abstract_model
-from jaxtrain.run.session import open_session
-from jaxtrain.weights.huggingface import write_folder
+from jaxtrain.session.session import open_session
 from jaxtrain.weights.loading import _template, load
 
 MESH = jaxtrain.mesh_from_axes(data=1)
@@ -203,7 +203,7 @@ def test_a_run_of_another_function_of_equal_shapes_is_refused(
     jaxtrain.train(saved, MESH, run_dir=tmp_path / "run", steps=1, **options)
     block = decoder.model.period[0]
     block = replace(
-        block, mlp=replace(block.mlp, activation=jaxtrain.models.gelu_tanh), dropout=0.1
+        block, mlp=replace(block.mlp, activation=jaxtrain.transformer.gelu_tanh), dropout=0.1
     )
     other = replace(decoder, model=replace(decoder.model, period=(block,)))
     with pytest.raises(ValueError, match=r"in 1 places:.*\n.*activation is gelu_tanh, there silu"):

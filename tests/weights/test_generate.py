@@ -25,7 +25,7 @@ from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.loss import logits
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.run.session import initialise
+from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.weights import generate as generation
@@ -129,8 +129,10 @@ def test_a_cache_is_made_anew_where_longrope_changes_its_factors(
     the short factors up to 8 tokens and by the long ones beyond."""
     block = decoder.model.period[0]
     pairs = block.attention.size(decoder.model.embed) // 2
-    scaling = jaxtrain.nn.LongRope((1.0,) * pairs, (9.0,) * pairs, factor=4.0, original_seq=8)
-    rope = jaxtrain.nn.Rope(100.0, scaling)
+    scaling = jaxtrain.attention.LongRope(
+        (1.0,) * pairs, (9.0,) * pairs, factor=4.0, original_seq=8
+    )
+    rope = jaxtrain.attention.Rope(100.0, scaling)
     turned = replace(block, attention=replace(block.attention, rope=rope))
     model = untrained(sharpened(decoder, layers=2, period=(turned,)))
     found, seen = model.continued(), list(PROMPT)

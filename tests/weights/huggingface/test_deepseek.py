@@ -12,7 +12,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_families import MODELS, bits, latent, random_params, template, with_block
 
-from jaxtrain.models import (
+from jaxtrain.attention import Rope, Yarn
+from jaxtrain.huggingface import read_config, read_params, write_folder
+from jaxtrain.huggingface.config import family_and_fields
+from jaxtrain.moe import Groups, SigmoidRouter, SoftmaxRouter
+from jaxtrain.nn import RMSNorm
+from jaxtrain.transformer import (
     BlockConfig,
     DecoderConfig,
     LatentAttentionConfig,
@@ -20,10 +25,6 @@ from jaxtrain.models import (
     MoeConfig,
     SharedExpert,
 )
-from jaxtrain.moe import Groups, SigmoidRouter, SoftmaxRouter
-from jaxtrain.nn import RMSNorm, Rope, Yarn
-from jaxtrain.weights.huggingface import read_config, read_params, write_folder
-from jaxtrain.weights.huggingface.config import family_and_fields
 
 YARN = {
     **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn"},

@@ -13,11 +13,12 @@ from tiny_families import GPT2, LLAMA, MODELS, attention, with_block
 
 import jaxtrain
 from jaxtrain import MlpConfig, MoeConfig
-from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.nn import DynamicNtk, LayerNorm, Llama3Scaling, LongRope, RMSNorm, Rope, Yarn
+from jaxtrain.attention import DynamicNtk, Llama3Scaling, LongRope, Rope, Yarn
+from jaxtrain.huggingface import read_config
+from jaxtrain.huggingface.config import family_and_fields
+from jaxtrain.nn import LayerNorm, RMSNorm
 from jaxtrain.nn.param import Initialisation
-from jaxtrain.weights.huggingface import read_config
-from jaxtrain.weights.huggingface.config import family_and_fields
+from jaxtrain.transformer.decoder import DecoderConfig
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 

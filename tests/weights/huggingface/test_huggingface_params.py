@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 from tiny_families import GPT2, LLAMA, MODELS, bits, random_params, template
 
 from jaxtrain import MoeConfig
+from jaxtrain.huggingface import read_params, write_folder
+from jaxtrain.huggingface.folder import Folder
 from jaxtrain.mesh.sharding import named_sharding
-from jaxtrain.weights.huggingface import read_params, write_folder
-from jaxtrain.weights.huggingface.folder import Folder
 
 SHARDED = {"data": 2, "fsdp": 2, "tensor": 2}
 

@@ -17,13 +17,13 @@ import pytest
 from tiny_families import abstract, template
 
 import jaxtrain
-from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.huggingface import read_config, read_params, write_folder
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.optim.precision import fp32
-from jaxtrain.run.session import open_session
+from jaxtrain.session.session import open_session
+from jaxtrain.transformer.decoder import DecoderConfig
 from jaxtrain.weights.generate import sample_ids
-from jaxtrain.weights.huggingface import read_config, read_params, write_folder
 
 WHY = "compares with transformers; pip install '.[parity]'"
 with warnings.catch_warnings():

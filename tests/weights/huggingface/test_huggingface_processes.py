@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_families import LLAMA, random_params, template
 
-from jaxtrain.weights.huggingface import write_folder
+from jaxtrain.huggingface import write_folder
 
 WORKER = """
 import json, sys
@@ -21,8 +21,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
 from tiny_families import LLAMA, template
-from jaxtrain.weights.huggingface import read_params, target, write_folder
-from jaxtrain.weights.huggingface.folder import Folder
+from jaxtrain.huggingface import read_params, target, write_folder
+from jaxtrain.huggingface.folder import Folder
 
 boxes, read = {}, Folder.read
 

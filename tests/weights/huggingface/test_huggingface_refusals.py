@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny_families import GPT2, LLAMA, MODELS, bits, random_params, template
 
-from jaxtrain.weights.huggingface import read_config, read_params, target, write_folder
-from jaxtrain.weights.huggingface.folder import Folder
+from jaxtrain.huggingface import read_config, read_params, target, write_folder
+from jaxtrain.huggingface.folder import Folder
 
 Tensors = dict[str, np.ndarray]
 TIED = replace(LLAMA, tied=True)

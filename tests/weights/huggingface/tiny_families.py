@@ -23,21 +23,13 @@ from jaxtrain import (
     mesh_from_axes,
     tensor,
 )
+from jaxtrain.attention import DynamicNtk, LinearScaling, Llama3Scaling, LongRope, Rope, Yarn
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.mesh.sharding import named_sharding, place
-from jaxtrain.models import LatentAttentionConfig, SharedExpert, gelu_exact, gelu_tanh
 from jaxtrain.moe import Groups, SigmoidRouter, SoftmaxRouter
-from jaxtrain.nn import (
-    DynamicNtk,
-    LayerNorm,
-    LinearScaling,
-    Llama3Scaling,
-    LongRope,
-    RMSNorm,
-    Rope,
-    Yarn,
-)
+from jaxtrain.nn import LayerNorm, RMSNorm
 from jaxtrain.nn.module import ModuleSplit, build, take_apart
+from jaxtrain.transformer import LatentAttentionConfig, SharedExpert, gelu_exact, gelu_tanh
 
 NORM = RMSNorm(eps=1e-6)
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=4)

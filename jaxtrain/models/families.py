@@ -1,7 +1,0 @@
-"""The model families of this library: the configs that a stored experiment may name."""
-
-from __future__ import annotations
-
-from jaxtrain.models.decoder import DecoderConfig
-
-FAMILIES = (DecoderConfig,)

@@ -1,0 +1,272 @@
+"""Computation of a compiled program that overlaps with its collectives.
+
+Read from the schedule (`compiled.as_text()`): the instructions between a collective's start and its
+done are what the device does meanwhile. This shows the compiler's intent for one device, not
+durations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeVar
+
+from jaxtrain.program.collectives import Collective, collectives, is_opaque
+from jaxtrain.program.loops import trip_count
+from jaxtrain.program.matmul import matmul_flops
+from jaxtrain.program.text import Computation, Instruction, Module, calls, parse
+from jaxtrain.program.totals import fold
+
+_Key = TypeVar("_Key")
+
+Place = tuple[str, int]
+"""Place of an instruction: its computation, and its index there in schedule order."""
+
+
+@dataclass(frozen=True)
+class MatmulWork:
+    """Number and FLOPs of matmuls (dots, convolutions, library gemms) and of kernels with known
+    FLOPs, loops multiplied."""
+
+    matmuls: int = 0
+    flops: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.matmuls > 0
+
+    def __add__(self, other: MatmulWork) -> MatmulWork:
+        return MatmulWork(self.matmuls + other.matmuls, self.flops + other.flops)
+
+    def __mul__(self, times: int) -> MatmulWork:
+        return MatmulWork(self.matmuls * times, self.flops * times)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A collective, and the matmuls between its start and its done, each time it runs.
+
+    `parts` are its bytes by dtype. `asynchronous`: it has a start and a done, and the compiler does
+    not mark it as synchronous. between: the work of each instruction between, by its place
+    (computation, index); an instruction between two collectives' starts and dones is in both.
+    """
+
+    parts: tuple[Collective, ...]
+    asynchronous: bool
+    between: tuple[tuple[Place, MatmulWork], ...] = ()
+
+    @property
+    def work(self) -> MatmulWork:
+        """Total work between start and done."""
+        return sum((work for _, work in self.between), MatmulWork())
+
+    @property
+    def kind(self) -> str:
+        return self.parts[0].kind
+
+    @property
+    def count(self) -> int:
+        """Number of runs in one run of the program."""
+        return self.parts[0].count
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes one device sends in one run of the program."""
+        return sum(part.total_wire_bytes for part in self.parts)
+
+    @property
+    def hidden(self) -> bool:
+        """True if a matmul runs during the collective."""
+        return self.work.matmuls > 0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Number of collectives in one run of the program, and bytes that one device sends in them:
+    all, the asynchronous ones, and those hidden behind matmuls."""
+
+    count: int
+    asynchronous: int
+    hidden: int
+    wire_bytes: float
+    asynchronous_bytes: float
+    hidden_bytes: float
+
+    @property
+    def exposed_bytes(self) -> float:
+        """Bytes sent while no matmul runs."""
+        return self.wire_bytes - self.hidden_bytes
+
+
+def overlaps(text: str, kernel_flops: float = 0.0) -> list[Overlap]:
+    """Every collective of a scheduled program, in printed order.
+
+    kernel_flops: least FLOPs of each kernel that XLA cannot see into (Pallas, cuDNN); with 0, such
+    a kernel hides nothing. Raises ValueError for a program without a schedule, and as
+    `hlo.collectives` does.
+    """
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError(
+            "this HLO has no schedule (is_scheduled=true), so what stands between two instructions "
+            "means nothing; pass compiled.as_text(), not lowered.as_text()"
+        )
+    windows = _windows(parse(text), kernel_flops)
+    named: dict[str, dict[str, Collective]] = defaultdict(dict)
+    for collective in collectives(text):
+        # An instruction called from two places runs as often as both together.
+        same = named[collective.name].get(collective.dtype)
+        again = replace(collective, count=collective.count + same.count) if same else collective
+        named[collective.name][collective.dtype] = again
+    return [
+        Overlap(tuple(parts.values()), name in windows, windows.get(name, ()))
+        for name, parts in named.items()
+    ]
+
+
+def tally(
+    windows: Iterable[Overlap],
+    key: Callable[[Overlap], _Key] = lambda overlap: overlap.kind,
+    bytes_per_flop: Callable[[Overlap], float] = lambda overlap: math.inf,
+) -> dict[_Key, Tally]:
+    """Totals by kind, or by another key: `lambda overlap: (overlap.kind, overlap.groups)` separates
+    mesh axes.
+
+    bytes_per_flop: bytes that the collective's link sends in the time of one FLOP. The hidden bytes
+    of a collective are those that its link sends while matmuls run; by default all of them if
+    any matmul does. A matmul hides one collective at a time: first the one that is awaited first.
+    """
+    rows: dict[_Key, list[Overlap]] = defaultdict(list)
+    all_windows = list(windows)
+    for overlap in all_windows:
+        rows[key(overlap)].append(overlap)
+    sent = _sent_behind(all_windows, bytes_per_flop)
+
+    def total(row: list[Overlap]) -> tuple[int, float]:
+        return sum(o.count for o in row), sum(o.wire_bytes for o in row)
+
+    tallies = {}
+    for name, row in rows.items():
+        count, wire = total(row)
+        deferred, deferred_bytes = total([o for o in row if o.asynchronous])
+        hidden, _ = total([o for o in row if o.hidden])
+        hidden_bytes = math.fsum(o.count * sent[id(o)] for o in row)
+        tallies[name] = Tally(count, deferred, hidden, wire, deferred_bytes, hidden_bytes)
+    return tallies
+
+
+def _sent_behind(
+    windows: list[Overlap], bytes_per_flop: Callable[[Overlap], float]
+) -> dict[int, float]:
+    """Bytes of one run that each collective's link sends during matmuls, by identity. The FLOPs of
+    a matmul go to the collectives under way, first to the one that is awaited first."""
+    left = {id(overlap): overlap.wire_bytes / max(overlap.count, 1) for overlap in windows}
+    run_bytes = dict(left)
+    under_way: dict[Place, list[Overlap]] = defaultdict(list)
+    work: dict[Place, MatmulWork] = {}
+    for overlap in windows:
+        for place, matmuls in overlap.between:
+            if matmuls:
+                under_way[place].append(overlap)
+                work[place] = matmuls
+    for place in sorted(work):
+        flops = work[place].flops
+        for overlap in sorted(under_way[place], key=lambda overlap: overlap.between[-1][0]):
+            pace = bytes_per_flop(overlap)
+            sent = min(left[id(overlap)], flops * pace)
+            left[id(overlap)] -= sent
+            flops -= sent / pace if pace else 0.0
+    return {key: run_bytes[key] - left[key] for key in run_bytes}
+
+
+def _windows(
+    module: Module, kernel_flops: float
+) -> dict[str, tuple[tuple[Place, MatmulWork], ...]]:
+    """Name of every asynchronous collective -> the instructions from start to done, both included,
+    with their work.
+
+    If it is awaited elsewhere (in the next turn of a loop), the window ends with the body.
+    """
+    work = _work_of(module, kernel_flops)
+    windows = {}
+    for body in module.computations.values():
+        started: dict[str, tuple[str, int]] = {}
+        ended: dict[str, int] = {}
+        for index, instruction in enumerate(body.instructions.values()):
+            started |= {key: (name, index) for key, name in _starts(module, instruction)}
+            ended |= {key: index for key in _ends(module, instruction) if key in started}
+        if not started:
+            continue
+        done = [work(body, instruction) for instruction in body.instructions.values()]
+        for key, (name, index) in started.items():
+            window = range(index, ended.get(key, len(done) - 1) + 1)
+            windows[name] = tuple(((body.name, i), done[i]) for i in window)
+    return windows
+
+
+def _starts(module: Module, instruction: Instruction) -> list[tuple[str, str]]:
+    """(key that its end will name, the collective's name) for each collective that it starts."""
+    if instruction.opcode == "fusion":
+        return _chained(module, instruction, "AsyncCollectiveStart")
+    if '"is_sync":true' in instruction.attributes.get("backend_config", ""):
+        return []
+    if instruction.opcode == "async-start":
+        inner = module.computations[instruction.names("calls")[0]]
+        return [(instruction.name, name) for name in inner.instructions]
+    return (
+        [(instruction.name, instruction.name)]
+        if instruction.opcode.endswith(("-start", "send"))
+        else []
+    )
+
+
+def _ends(module: Module, instruction: Instruction) -> list[str]:
+    if instruction.opcode == "fusion":
+        return [key for key, _ in _chained(module, instruction, "AsyncCollectiveDone")]
+    return [instruction.operands[0]] if instruction.opcode.endswith("-done") else []
+
+
+def _chained(module: Module, fusion: Instruction, target: str) -> list[tuple[str, str]]:
+    """(chain, collective) of TPU's calls to `target` in a fusion. A collective that passes through
+    many fusions is repeated in each, with its chain's number."""
+    inner = module.computations[fusion.names("calls")[0]].instructions
+    return [
+        (inner[name].attributes["frontend_attributes"], name)
+        for call in inner.values()
+        if target in call.attributes.get("custom_call_target", "")
+        for name in call.operands
+        if "chain_id" in inner[name].attributes.get("frontend_attributes", "")
+    ]
+
+
+def _work_of(
+    module: Module, kernel_flops: float
+) -> Callable[[Computation, Instruction], MatmulWork]:
+    """Returns a function: work of an instruction and all it calls; of branches, the least one."""
+
+    def own(body: Computation, instruction: Instruction) -> MatmulWork:
+        flops = kernel_flops if is_opaque(instruction) else matmul_flops(body, instruction)
+        return MatmulWork(1, flops) if flops else MatmulWork()
+
+    def add(parts: list[MatmulWork]) -> MatmulWork:
+        return sum(parts, MatmulWork())
+
+    def least(parts: list[MatmulWork]) -> MatmulWork:
+        return min(parts, key=lambda work: (work.matmuls, work.flops))
+
+    @cache
+    def inside(name: str) -> MatmulWork:
+        return fold(replace(module, entry=name), own, add, MatmulWork.__mul__, least)
+
+    def work(body: Computation, instruction: Instruction) -> MatmulWork:
+        total = own(body, instruction)
+        for group in calls(instruction):
+            inner = [inside(name) for name in group]
+            total += least(inner) if instruction.opcode == "conditional" else add(inner)
+        if instruction.opcode == "while":
+            turn = add([inside(instruction.names(key)[0]) for key in ("condition", "body")])
+            total += turn * trip_count(module, body, instruction) if turn else turn
+        return total
+
+    return work

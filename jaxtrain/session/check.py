@@ -1,0 +1,259 @@
+"""Reports an experiment on a mesh without a device: sharding and bytes of each leaf."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import floordiv
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxtrain.experiment import Experiment, config_of, load_experiment
+from jaxtrain.experiment.stored import unreadable
+from jaxtrain.files.cache import cache_directory
+from jaxtrain.mesh.memory_pool import told_fraction
+from jaxtrain.mesh.mesh import MeshSpec, load_mesh
+from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, PaddedAxis, ways
+from jaxtrain.models.buffers import without_buffers
+from jaxtrain.pipeline.analysis import bubble, cost, slots
+from jaxtrain.pipeline.layout import CHUNKS
+from jaxtrain.pipeline.overhead import published_in_flight
+from jaxtrain.pipeline.schedule import make_schedule
+from jaxtrain.session.memory import argument_bytes, memory_violations
+from jaxtrain.session.notes import notes
+from jaxtrain.session.rows import open_split
+from jaxtrain.step.assembly import Assembly, try_assemble
+from jaxtrain.step.batches import fields_of
+from jaxtrain.step.layer_order import natural_shapes
+from jaxtrain.step.pipeline import activation_share
+from jaxtrain.step.train_step import trace_loss
+from jaxtrain.validation.experiment import format_violations
+from jaxtrain.weights.start import settled_start
+
+MUCH = 0.4
+"""Bubble share above which `check` suggests more microbatches."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """parameters: all of them, without padded rows of the vocabulary and padded slots of a
+    pipeline; trained: those that are not frozen.
+
+    bytes_per_device: parts as in `memory.argument_bytes`, and their total: the argument bytes of
+    the compiled step. notes: settings that run, but may not be what was intended.
+    """
+
+    assembly: Assembly
+    parameters: int
+    trained: int
+    bytes_per_device: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    def table(self) -> str:
+        """Table of the parameters: path, shape, sharding, bytes on one device; and the sharding of
+        the optimizer state where it differs (ZeRO-1, ZeRO-2)."""
+        places = self.assembly.places.values()
+        header = ["leaf", "shape", "split over", "bytes per device"]
+        rows = [[p.path, _shape(p), _split(p.axes, p.params), self._bytes(p)] for p in places]
+        if any(p.params != p.optimizer for p in places):
+            header.insert(3, "optimizer state over")
+            for row, p in zip(rows, places, strict=True):
+                row.insert(3, _split(p.axes, p.optimizer))
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        return "\n".join(_line(row, widths) for row in [header, *rows])
+
+    def _bytes(self, place: Leaf) -> str:
+        itemsize = self.assembly.abstract.params[place.path].dtype.itemsize
+        return f"{place.local_size(self.assembly.sizes) * itemsize:,}"
+
+    def summary(self) -> str:
+        """Two lines: parameters and mesh; bytes on each device, and the pipeline. Then one line if
+        the share of a GPU's memory is limited, and one line for each note."""
+        spec = self.assembly.spec
+        sizes = " x ".join(f"{a}={n}" for a, n in self.assembly.sizes.items()) or "one device"
+        parts = ", ".join(f"{name} {count:,}" for name, count in self.bytes_per_device.items())
+        trained = "" if self.trained == self.parameters else f", {self.trained:,} of them trained,"
+        machine = f"{spec.where} ({sizes}, {self.assembly.mode})"
+        lines = [
+            f"{self.parameters:,} parameters{trained} on {machine}",
+            f"bytes per device: {parts}{self._pipeline_line()}",
+            *filter(None, [told_fraction(spec)]),
+        ]
+        return "\n".join([*lines, *map("note: {}".format, self.notes)])
+
+    def as_json(self) -> dict[str, Any]:
+        """Report for scripts; `pipeline` is present only on a mesh with stages."""
+        pipeline = self.pipeline()
+        report = {"bytes_per_device": self.bytes_per_device, "notes": list(self.notes)}
+        return report | ({} if pipeline is None else {"pipeline": pipeline})
+
+    def pipeline(self) -> dict[str, Any] | None:
+        """The schedule on a mesh with stages, else None: its shape, `ticks`, `cost` (forward passes
+        of a stage, B counted as two), `bubble` (share of the step) and `buffers` of every stage:
+        for inputs and cotangents of `activation_bytes` each, for what F keeps (residuals) and B
+        leaves to W (stashes) of one microbatch. `published_in_flight`: activations that each stage
+        keeps at once if stages are not in step, or None. `layers`: their number; `slots`: layers
+        and padding."""
+        if self.assembly.pipeline is None:
+            return None
+        schedule, layout = self.assembly.pipeline.schedule, self.assembly.pipeline.layout
+        e = self.assembly.experiment
+        field = self.assembly.described.tokens
+        tokens, splits = self.assembly.abstract_batch()[field], self.assembly.batch_splits
+        parts = (ways(axes, self.assembly.sizes) for axes in splits[field])
+        _, rows, seq = map(floordiv, tokens.shape, parts)
+        local_shape = activation_share(self.assembly, rows, seq)
+        published = published_in_flight(schedule)
+        return {
+            "schedule": schedule.kind,
+            "stages": schedule.stages,
+            "chunks": schedule.chunks,
+            "microbatches": schedule.microbatches,
+            "ticks": schedule.ticks,
+            "cost": cost(schedule),
+            "bubble": bubble(schedule),
+            "buffers": slots(schedule, keep_residuals=e.execution.pipeline.keeps_residuals),
+            "published_in_flight": None if published is None else published[1],
+            "activation_bytes": math.prod(local_shape) * jnp.dtype(e.precision.compute).itemsize,
+            "layers": layout.layers,
+            "slots": layout.layers + layout.padding,
+        }
+
+    def _fuller(self) -> str:
+        """Suggestion of more microbatches for a pipeline with a large bubble; else empty."""
+        schedule = self.assembly.on_stages.schedule
+        if bubble(schedule) < MUCH or self.assembly.experiment.execution.pipeline.of_file:
+            return ""
+        more = 4 * schedule.stages
+        fuller = make_schedule(schedule.kind, schedule.stages, more, schedule.chunks)
+        return f"; microbatches={more} would make the bubble {bubble(fuller):.1%}"
+
+    def _pipeline_line(self) -> str:
+        report = self.pipeline()
+        if report is None:
+            return ""
+        chunks, buffers = report["chunks"], report["buffers"].items()
+        cut = f"{report['stages']} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+        m = report["microbatches"]
+        line = (
+            f"\npipeline: {report['schedule']}, {cut}, {m} microbatch{'es' if m > 1 else ''}: "
+            f"{report['ticks']} ticks, cost {report['cost']:g} forward passes of a stage, bubble "
+            f"{report['bubble']:.1%}; buffers: {', '.join(f'{k} {n}' for k, n in buffers)}, "
+            f"an input of {report['activation_bytes']:,} bytes{_elsewhere(report)}{self._fuller()}"
+        )
+        layers, room = report["layers"], report["slots"]
+        if room == layers:
+            return line
+        blocks = len(self.assembly.described.period)
+        unit = "layers" if blocks == 1 else f"periods of {blocks} layers"
+        stand = "stands" if room == layers + 1 else "stand"
+        return (
+            f"{line}; {layers} {unit} in {room} slots of {cut}: {room - layers} {stand} idle, "
+            f"{room / layers - 1:.1%} more arithmetic in the blocks"
+        )
+
+
+def check(
+    experiment: Experiment | str | Path, mesh: MeshSpec | str | Path, *, data_here: bool = True
+) -> CheckReport:
+    """Returns a report of the experiment on this mesh; needs no device of the mesh.
+
+    data_here: False if the data files are on another machine; then they are not looked for. Raises
+    ValueError with all violations at once: of the two files, the data, the starting parameters, and
+    a state too large for the chip.
+    """
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    spec, mistyped = load_mesh(mesh), _of_other_kinds(experiment)
+    try:
+        fields, absent = _look_at(experiment, data_here=data_here)
+        assembly, violations = try_assemble(experiment, spec, fields)
+    except Exception:
+        if not mistyped:
+            raise
+        raise ValueError(
+            format_violations(mistyped, spec)
+        ) from None  # what else reads those values may fail
+    violations += absent
+    violations = [text for text in mistyped if not _already_reported(text, violations)] + violations
+    if assembly is not None:
+        violations += memory_violations(assembly)
+        try:
+            settled_start(assembly)
+        except ValueError as error:
+            if not violations:
+                raise
+            violations.append(str(error))
+    if assembly is None or violations:
+        raise ValueError(format_violations(violations, spec))
+    if assembly.description is None:
+        trace_loss(assembly)
+    weights = argument_bytes(assembly)
+    weights["total"] = sum(weights.values())
+    shapes = natural_shapes(assembly).params
+    places = without_buffers(assembly.places, assembly.buffers)
+    counts = {k: _count(shapes[k].shape, p) for k, p in places.items()}
+    trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
+    return CheckReport(assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)))
+
+
+def _of_other_kinds(experiment: Experiment) -> list[str]:
+    """Violations: values whose type does not match the field. Empty for an experiment that cannot
+    be stored (with a lambda in it): it trains in memory and is never read back."""
+    try:
+        config = {"experiment": config_of(experiment)}
+    except ValueError:
+        return []
+    return unreadable(config)
+
+
+def _already_reported(violation: str, reported: list[str]) -> bool:
+    """True if `reported` has a violation of the same field."""
+    field = violation.removeprefix("experiment.").partition(" is ")[0]
+    return any(other.startswith(f"{field}=") for other in reported)
+
+
+def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:
+    """Returns the fields of a batch (None for text data), and violations: data missing on this
+    machine. User datasets are opened: only their rows show the fields."""
+    data = experiment.data
+    if hasattr(data, "seq") and hasattr(data, "isolate_documents"):
+        splits = ("train", "held_out") if experiment.evaluation is not None else ("train",)
+        missing = data.absent(splits) if data_here and hasattr(data, "absent") else []
+        return None, [f"data: {text}" for text in missing]
+    try:
+        dataset = open_split(
+            experiment, "train", cache_directory(), saved=experiment.checkpoints is not None
+        )
+    except ValueError as error:
+        return {}, [f"data: {error}"]
+    return fields_of(dataset, data), []
+
+
+def _count(shape: tuple[int, ...], leaf: Leaf) -> int:
+    """Elements of a leaf without padded rows. `shape`: in natural layer order."""
+    named = zip((axis for axis in leaf.axes if axis != CHUNKS), shape, strict=True)
+    return math.prod(axis.real if isinstance(axis, PaddedAxis) else size for axis, size in named)
+
+
+def _elsewhere(pipeline: dict[str, Any]) -> str:
+    in_flight = pipeline["published_in_flight"]
+    return "" if in_flight is None else f", where stages not in step keep {max(in_flight)} works'"
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    """Pads the cells of a row: text to the left, the number in the last column to the right."""
+    cells = [cell.ljust(w) for cell, w in zip(row[:-1], widths[:-1], strict=True)]
+    return "  ".join([*cells, row[-1].rjust(widths[-1])])
+
+
+def _shape(leaf: Leaf) -> str:
+    named = zip(leaf.axes, leaf.shape, strict=True)
+    return "[" + ", ".join(f"{axis or '-'} {size}" for axis, size in named) + "]"
+
+
+def _split(axes: LogicalAxes, split: Dims) -> str:
+    parts = [f"{axis}: {'*'.join(d)}" for axis, d in zip(axes, split, strict=True) if d]
+    return ", ".join(parts) or "whole"

@@ -1,0 +1,280 @@
+"""A run before its first step: data opened, program compiled, state on its devices."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint.storage import DamagedCheckpoint
+from jaxtrain.checkpoint.tiers import Checkpoints
+from jaxtrain.cluster.agreement import share_failure
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.compression.sums import GuardReader, choose, program_key
+from jaxtrain.experiment import Experiment, FromRun
+from jaxtrain.mesh.compiler_options import option_violations
+from jaxtrain.mesh.mesh import MeshSpec, make_mesh
+from jaxtrain.mesh.spare_memory import spare_bytes
+from jaxtrain.session.batches import Batches
+from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.restore import restore_state
+from jaxtrain.session.rows import open_split
+from jaxtrain.session.skips import Skips, skips_from
+from jaxtrain.step.assembly import Assembly, active_mesh, assemble
+from jaxtrain.step.batches import fields_of
+from jaxtrain.step.initial import initial_state
+from jaxtrain.step.layer_order import AtRest, natural_shapes
+from jaxtrain.step.state import TrainState
+from jaxtrain.step.train_step import compile_step, trace_loss
+from jaxtrain.validation.model import vocab_of
+from jaxtrain.violations import raise_violations
+from jaxtrain.weights.start import Start, settled_start, starting_params
+
+
+@dataclass
+class Session:
+    """State and programs of a training loop. Every step replaces `state` (its buffers are donated).
+
+    `compiled` has one program for each batch size seen so far, and with compressed sums for each
+    `Choice`; a new one is compiled at its first step. `other_programs`: programs that run on the
+    state between steps.
+    """
+
+    assembly: Assembly
+    mesh: jax.sharding.Mesh
+    shardings: TrainState
+    dataset: Any
+    state: TrainState
+    start: int
+    loader: Batches
+    evaluate: Evaluator
+    at_rest: AtRest
+    compile_s: float
+    compiled: dict[Any, Any] = field(default_factory=dict)
+    other_programs: list[jax.stages.Compiled] = field(default_factory=list)
+    begins: Start | None = None
+    """Source of the starting parameters; None if the run initialises them."""
+    guard: GuardReader = field(default_factory=GuardReader)
+    phases: Phases = field(default_factory=Phases)
+    _latest = None  # the program of the latest step
+    dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.assembly.experiment
+
+    @property
+    def beginning(self) -> str:
+        """Source of the starting parameters, for an output line; empty if they were initialised."""
+        if isinstance(self.begins, FromRun):
+            return f"from step {self.begins.step} of {self.begins.run_dir}, "
+        return f"from {self.begins.folder}, " if self.begins is not None else ""
+
+    def step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Dispatches one step on the next state; returns its metrics without waiting for them.
+
+        It runs in a thread. A KeyboardInterrupt is raised in the main thread, and so never between
+        the donation of the old state and the arrival of the new one.
+        """
+        return self.dispatcher.submit(self._dispatch, batch).result()
+
+    def again(self, state: TrainState, batch: dict[str, jax.Array]) -> TrainState:
+        """Repeats the latest step on `state`, which is donated. Returns the new state."""
+        assert self._latest is not None, "no step was taken"
+        return self.dispatcher.submit(self._latest, state, batch).result()[0]
+
+    def _dispatch(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        micro, rows = batch["rows"].shape
+        choice = self.guard.choose(_reducer(self.assembly))
+        key = program_key(micro * rows, choice)
+        program = self.compiled.get(key)
+        if program is None:
+            with self.phases.within("compile"):
+                program = compile_step(self.assembly, self.mesh, self.shardings, batch, choice)
+            self.compiled[key] = program
+        self._latest = program
+        self.state, metrics = program(self.state, batch)
+        self.guard.push(metrics)
+        return metrics
+
+    def spare_bytes(self) -> int:
+        """Free bytes on each device of this process while any program of the run may run: steps
+        (the largest batch's is the first), evaluations, and `other_programs`. Returns 0 if that is
+        not known (before the first evaluation) or if steps are run twice from a copy of the state.
+        Waits for the running step: its memory is counted once."""
+        evaluates = self.experiment.evaluation is not None
+        if self._latest is None or self.experiment.execution.health.replay is not None:
+            return 0
+        if evaluates and self.evaluate.program is None:  # it may run before a copy has left
+            return 0
+        jax.block_until_ready(self.state)
+        programs = [*self.compiled.values(), *self.other_programs]
+        programs += [self.evaluate.program] if evaluates else []
+        return min(spare_bytes(self.mesh.local_devices, program) for program in programs)
+
+    def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
+        """Continues from an earlier `state`, after `step` steps, with the batches of `skips`."""
+        self.loader.begin_at(step, skips)
+        self.state = state
+        self.guard = GuardReader(step, int(state.residuals.get("tripped", -1)))
+
+    def beginning_state(self) -> TrainState:
+        """Recreates the state that the run began with."""
+        loaded = starting_params(self.at_rest, self.begins or settled_start(self.assembly))
+        return initialise(self.assembly, self.shardings, loaded)
+
+    def alive(self) -> bool:
+        """True if the state can be read: a failed step has donated it. Waits for programs that an
+        interrupt left running."""
+        self.evaluate.wait()
+        self.dispatcher.submit(int).result()
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+
+    def close(self) -> None:
+        self.loader.close()
+        self.dispatcher.shutdown()
+
+
+def open_session(
+    experiment: Experiment,
+    spec: MeshSpec,
+    *,
+    cache_dir: Path,
+    checkpoints: Checkpoints | None = None,
+    held_out: bool = False,
+    phases: Phases | None = None,
+) -> Session:
+    """Opens the data, compiles the step and restores or creates the state. Raises ValueError before
+    anything is compiled or written, except where damage leads back to a step of another corpus;
+    problems that need no data come before it is opened (and perhaps tokenised).
+
+    held_out: also open the held-out data, if the experiment evaluates. phases: records times.
+    """
+    phases = phases or Phases()
+    phases.enter("open")
+    assembly = assemble(experiment, spec, {})
+    mesh = active_mesh(make_mesh(spec), assembly.sizes)
+    raise_violations(
+        option_violations(dict(spec.compiler_options), mesh.devices.flat[0]), spec.where
+    )
+    start = (checkpoints.newest_whole() or 0) if checkpoints else 0
+    begins = None if start else settled_start(assembly)
+    dataset = open_split(experiment, "train", cache_dir, saved=checkpoints is not None)
+    _check_vocabulary(experiment, dataset)
+    if checkpoints is not None:
+        _check_corpus(checkpoints, start, dataset)
+    _skips(experiment, checkpoints, start)  # raises early
+    assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
+    if assembly.description is None:
+        trace_loss(assembly)
+    at_rest = AtRest(assembly, mesh)
+    evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
+    if held_out and experiment.evaluation is not None:
+        evaluate.open()
+    if checkpoints is not None:
+        shapes = natural_shapes(assembly)
+        share_failure(lambda: checkpoints.check_space(shapes))  # last: it makes the directory
+    phases.enter("compile")
+    began = time.perf_counter()
+    # XLA compiles outside Python's lock: the step's program and the initial state's at once.
+    with ThreadPoolExecutor(1) as pool:
+        choice = choose(_reducer(assembly), start, -1)
+        compiling = pool.submit(compile_step, assembly, mesh, at_rest.shardings, None, choice)
+        with phases.within("restore" if start else "compile"):
+            state, start = _first_state(at_rest, checkpoints, begins, dataset)
+        program = compiling.result()
+    compile_s = time.perf_counter() - began
+    guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
+    skips = _skips(experiment, checkpoints, start)
+    loader = Batches(assembly, mesh, dataset, start, skips)
+    fields = (dataset, state, start, loader, evaluate, at_rest, compile_s)
+    session = Session(assembly, mesh, at_rest.shardings, *fields)
+    session.guard, session.begins, session.phases = guard, begins, phases
+    session.compiled[program_key(assembly.largest_batch, choice)] = program
+    return session
+
+
+def _skips(experiment: Experiment, checkpoints: Checkpoints | None, start: int) -> Skips:
+    """Skipped batches at step `start`. Raises ValueError as `skips_from` does."""
+    metadata = checkpoints.manifest(start).metadata if checkpoints and start else {}
+    configured = experiment.execution.health.skip_batches
+    return skips_from(start, configured, metadata.get("skipped", ()))
+
+
+def _reducer(assembly: Assembly) -> Any:
+    """The reducer of the gradients; None on one device, where a single program serves all steps."""
+    return assembly.experiment.execution.reducer if assembly.explicit else None
+
+
+def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
+    stored = checkpoints.manifest(start).metadata.get("data") if start else None
+    if stored is not None and stored != dataset.digest:
+        old, new = _apart(str(stored), str(dataset.digest))
+        raise ValueError(
+            f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
+            f"corpus (digest {old}, now {new}): its rows would not be the ones that come next; "
+            "bring the corpus back, or start a new run with another --run-dir"
+        )
+
+
+def _apart(a: str, b: str) -> tuple[str, str]:
+    """Twelve characters of each of two differing strings, so that the difference is visible."""
+    both = zip(a, b, strict=False)
+    same = next((position for position, (x, y) in enumerate(both) if x != y), min(len(a), len(b)))
+    begin = 0 if same < 12 else same - 4
+    shown = (word[begin : begin + 12] for word in (a, b))
+    left, right = (f"..{word}" if begin else word for word in shown)
+    return left, right
+
+
+def _first_state(
+    at_rest: AtRest,
+    checkpoints: Checkpoints | None,
+    begins: Start | None,
+    dataset: Any,
+) -> tuple[TrainState, int]:
+    """Returns (state, step): restored from the newest undamaged save, or step 0. A new state is
+    created sharded: under jit, each device computes or reads its own shards. Raises ValueError
+    where the save is of another corpus than `dataset`."""
+    while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
+        _check_corpus(checkpoints, start, dataset)  # of a step that damage led back to, too
+        with suppress(DamagedCheckpoint):  # the manager noted it, and now skips this step
+            return restore_state(at_rest, checkpoints, start), start
+    loaded = starting_params(at_rest, begins)
+    return initialise(at_rest.assembly, at_rest.shardings, loaded), 0
+
+
+def initialise(
+    assembly: Assembly, shardings: TrainState, loaded: dict[str, jax.Array] | None = None
+) -> TrainState:
+    """Returns the initial state on its devices; the same bits on every mesh. loaded: starting
+    parameters, in their at-rest sharding; they are donated."""
+    return initial_program(assembly, shardings)(loaded or {})
+
+
+def initial_program(assembly: Assembly, shardings: TrainState) -> Any:
+    """The jitted function of `initialise`, from loaded parameters to the state."""
+
+    def make(loaded: dict[str, jax.Array]) -> TrainState:
+        e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
+        layout = None if assembly.pipeline is None else assembly.pipeline.layout
+        more: Any = dict(derivative=assembly.first_derivative)
+        return initial_state(e, assembly.transform, assembly.parts, layout, trained, loaded, **more)
+
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)
+
+
+def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:
+    vocab = vocab_of(experiment)
+    ids = getattr(dataset, "vocab", None)
+    if vocab is not None and ids is not None and ids > vocab:
+        raise ValueError(
+            f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
+            "another tokenizer"
+        )
