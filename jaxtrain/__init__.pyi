@@ -57,6 +57,7 @@ from .pipeline.config import Pipeline as Pipeline
 from .pipeline.picture import schedule as schedule
 from .run.callback import Callback as Callback
 from .run.callback import Run as Run
+from .run.listing import runs as runs
 from .run.loop import train as train
 from .run.result import Result as Result
 from .session.check import check as check

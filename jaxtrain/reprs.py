@@ -1,4 +1,4 @@
-"""The text of a value of settings: what it was called with."""
+"""The text of values: settings as the call that makes them, reports as commands print them."""
 
 from __future__ import annotations
 
@@ -18,3 +18,19 @@ def _is_default(field: Field[Any], value: Any) -> bool:
     if field.default_factory is not MISSING:
         default = field.default_factory()
     return default is not MISSING and getattr(value, field.name) == default
+
+
+class PrintedReport:
+    """A report: `str` is what its command prints, `repr` (a notebook's last line) the summary."""
+
+    def table(self) -> str:
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.summary()}"
+
+    def __repr__(self) -> str:
+        return self.summary()

@@ -53,13 +53,14 @@ LAYERS = {
     "bench": 13,
     "certificate": 13,
     "contract": 13,
+    "health": 13,
     "machines": 13,
-    "run": 13,
     "bench_gpu": 14,
-    "fault_tolerance": 14,
-    "drills": 15,
-    "cli": 16,
-    "__main__": 17,
+    "run": 14,
+    "fault_tolerance": 15,
+    "drills": 16,
+    "cli": 17,
+    "__main__": 18,
 }
 """Package or module of jaxtrain -> layer. `jaxtrain/__init__.py` re-exports, and is free."""
 
@@ -359,7 +360,7 @@ BAD = [
         "layers",
         "optim/a.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from jaxtrain.run import x\n",
-        "a.py:3: optim (layer 4) imports run (layer 13)",
+        "a.py:3: optim (layer 4) imports run (layer 14)",
     ),
     ("layers", "run/a.py", "from jaxtrain import fsdp\n", "a.py:1: jaxtrain.fsdp is imported"),
     ("layers", "experiment.py", "from jaxtrain.run import x\n", "experiment.py:1: experiment"),

@@ -155,7 +155,7 @@ def test_the_flags_of_train_are_frozen() -> None:
     actions = commands.choices["train"]._actions
     assert {flag for action in actions for flag in action.option_strings} == {
         *("-h", "--help"),
-        *("--mesh", "--run-dir", "--steps", "--set", "--simulate"),
+        *("--mesh", "--run-dir", "--name", "--fresh", "--steps", "--set", "--simulate"),
         *("--coordinator", "--processes", "--process"),
     }
     assert [a.dest for a in actions if not a.option_strings] == ["experiment"]
@@ -256,14 +256,14 @@ def test_a_reader_of_the_output_that_goes_before_the_first_step_is_no_failure(
 def test_where_what_is_saved_cannot_be_seen_the_exit_code_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def ill(run_dir: Path) -> Any:
+    def ill(run_dir: Path, *, fresh: bool) -> Any:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("jaxtrain.run.directory.left_in", ill)
     unseen = "stopped; what is saved in run cannot be seen: Input/output error"
     stopped: Any = types.SimpleNamespace(stopped=True, saved=4)
-    assert train_command._outcome(stopped, Path("run")) == (75, unseen)
-    assert train_command._outcome(None, Path("run")) == (130, unseen)
+    assert train_command._outcome(stopped, Path("run"), fresh=False) == (75, unseen)
+    assert train_command._outcome(None, Path("run"), fresh=True) == (130, unseen)
 
 
 BEFORE = {
@@ -533,7 +533,7 @@ def test_the_run_directory_of_another_experiment_is_refused_and_kept(
     kept = {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")}
     assert cli.main(["train", write(steps=2, batch=4), *arguments]) == 2
     told = capsys.readouterr().err
-    assert "experiment.batch was 8, now 4" in told and "new --run-dir" in told
+    assert "experiment.batch was 8, now 4" in told and "another --run-dir" in told
     assert {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")} == kept
 
 

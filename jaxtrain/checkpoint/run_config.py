@@ -17,6 +17,8 @@ from jaxtrain.files.regular import read_text
 
 NAME = "config.json"
 CHECKPOINTS = "checkpoints"
+ANEW = "begin anew by --fresh (fresh=True), which keeps this run beside it, or in another --run-dir"
+"""The ways to begin another run."""
 
 
 class Absent(enum.Enum):
@@ -149,7 +151,7 @@ def refuse_other_experiment(
         raise ValueError(
             f"run directory {run_dir} holds another experiment: "
             + "; ".join(map(str, differences))
-            + "; use a new --run-dir, or set them back"
+            + f"; set {'it' if len(differences) == 1 else 'them'} back, or {ANEW}"
         )
 
 

@@ -17,7 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli import agent, drill, elastic, generate, launch, new, schedule, train, verify
+from jaxtrain.cli import (
+    agent,
+    drill,
+    elastic,
+    generate,
+    launch,
+    new,
+    runs,
+    schedule,
+    train,
+    verify,
+)
 from jaxtrain.cli.bench import add_bench
 from jaxtrain.cli.shared import (
     JSON,
@@ -109,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "write an experiment file and a mesh file to begin with"
     new.add_options(command("new", new.new_command, text))
 
-    text = "train; goes on with what is in the run directory"
+    text = "train; goes on with what is in the run directory, or anew with --fresh"
     trained = command("train", train.train_command, text)
     train.add_options(trained)
 
@@ -166,6 +177,9 @@ def _add_readers(command: Command) -> None:
 
     text = "a run's weights as a folder that transformers loads"
     generate.add_export_options(command("export", generate.export_command, text))
+
+    text = "the runs of a folder: how far each is, and what differs from the one before"
+    runs.add_options(command("runs", runs.runs_command, text))
 
     text = "read every checkpointed byte of a run, and name what is damaged"
     verify.add_options(command("verify", verify.verify_command, text))

@@ -93,6 +93,11 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
             "launch tells its processes where they meet and which they are; leave out "
             "--coordinator, --processes and --process"
         )
+    if train.fresh:
+        raise ValueError(
+            "launch starts a run again and again, and --fresh would begin it anew each time; give "
+            "it another --name or --run-dir"
+        )
     raise_violations(_idle(options))
     if options.scheduler:
         return _submit(options, train, command)

@@ -36,8 +36,19 @@ def mesh_of(options: argparse.Namespace) -> Any:
 
 
 def run_dir_of(options: argparse.Namespace) -> Path:
-    """Returns the directory in which `train` keeps its run."""
-    return Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
+    """Returns the directory in which `train` keeps its run. Raises ValueError if it is given twice,
+    or for a name that is a path."""
+    name = options.name
+    if name is None:
+        return Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
+    if options.run_dir:
+        raise ValueError(
+            f"--name {name} is the directory runs/{name}, and --run-dir is {options.run_dir}; give "
+            "one of them"
+        )
+    if not name or Path(name).name != name or name == "..":
+        raise ValueError(f"--name {name!r} names a directory in runs/; give a path as --run-dir")
+    return Path("runs") / name
 
 
 def add_mesh(sub: argparse.ArgumentParser) -> None:

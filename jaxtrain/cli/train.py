@@ -45,6 +45,9 @@ def add_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("experiment", help="a Python file with a function experiment()")
     add_mesh(train)
     train.add_argument("--run-dir", help="where the run is kept; default runs/EXPERIMENT")
+    train.add_argument("--name", help="of the run directory in runs/, instead of EXPERIMENT")
+    text = "begin anew: a run that is in the directory is kept beside it; to resume, leave it out"
+    train.add_argument("--fresh", action="store_true", help=text)
     train.add_argument("--steps", type=int, help="stop after so many steps in all")
     train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
     text = "HOST:PORT where process 0 of several listens; default as the launcher says"
@@ -110,6 +113,7 @@ def _train(
             settings=options.settings,
             callbacks=[stop, *callbacks, *leave],
             phases=phases,
+            fresh=options.fresh,
         )
     except KeyboardInterrupt:
         options.interrupted = True
@@ -123,7 +127,7 @@ def _train(
             raise RunFailed from error
         raise
     stop.over = True  # the remaining work takes no time
-    code, text = _outcome(result, run_dir)
+    code, text = _outcome(result, run_dir, fresh=options.fresh)
     if code == DONE:
         phases.enter("exit")  # a process that ends with 0 before has left early
     if process_number(place, os.environ) == 0:
@@ -131,8 +135,9 @@ def _train(
     return code
 
 
-def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
-    """Returns the exit code, and a text. result: None if the run was interrupted."""
+def _outcome(result: Result | None, run_dir: Path, *, fresh: bool) -> tuple[int, str]:
+    """Returns the exit code, and a text. result: None if the run was interrupted. fresh: it began
+    anew."""
     if result is not None and not result.stopped:
         return DONE, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}"
     if result is not None and result.saved is None:
@@ -142,7 +147,7 @@ def _outcome(result: Result | None, run_dir: Path) -> tuple[int, str]:
 
     saved, left = None if result is None else result.saved, ""
     try:
-        saved, left = left_in(run_dir)
+        saved, left = left_in(run_dir, fresh=fresh)
     except OSError as error:
         left = f"what is saved in {run_dir} cannot be seen: {error.strerror}"
     return INTERRUPTED if saved is None else PREEMPTED, f"stopped; {left}"

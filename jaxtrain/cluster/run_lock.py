@@ -67,8 +67,11 @@ def refuse_held(run_dir: Path) -> str:
 def is_held(run_dir: Path) -> bool:
     """True while a run holds the directory."""
     try:
-        with open_regular(run_dir / NAME, "r+b") as file:
-            return not _locked(file)
+        with open_regular(run_dir / NAME, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
     except (OSError, ValueError):  # no lock, or none that can be opened
         return False
 

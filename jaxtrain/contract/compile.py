@@ -36,6 +36,7 @@ from jaxtrain.program.roofline import Roofline, roofline
 from jaxtrain.program.scratch import with_scratch
 from jaxtrain.program.stablehlo import lowered_collectives
 from jaxtrain.program.text import program_text
+from jaxtrain.reprs import PrintedReport
 from jaxtrain.session.check import CheckReport, check
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.running_kernels import documents_room, kernels_of
@@ -56,8 +57,8 @@ MORE = 1.01
 is asked for is left uncounted, so the room is for what XLA adds, such as padding."""
 
 
-@dataclass(frozen=True)
-class CompileReport:
+@dataclass(frozen=True, repr=False)
+class CompileReport(PrintedReport):
     """A compiled step, on one device.
 
     memory: bytes, as in `peak_memory`.

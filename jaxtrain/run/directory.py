@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtrain.checkpoint.run_config import (
+    ANEW,
     CHECKPOINTS,
     NAME,
     refuse_other_experiment,
     stored_experiment,
 )
 from jaxtrain.checkpoint.storage import committed_steps, steps_aside
+from jaxtrain.cluster.run_lock import NAME as LOCK
 from jaxtrain.cluster.run_lock import refuse_held, sole_run
-from jaxtrain.experiment import Experiment, completed, resumable
+from jaxtrain.experiment import Experiment, FromRun, completed, resumable
 from jaxtrain.experiment.stored import refuse_unreadable
+from jaxtrain.telemetry.events import refuse_without_tensorboard
 from jaxtrain.telemetry.metrics import refuse_unusable
 from jaxtrain.weights.loading import record_run
 
@@ -41,6 +49,67 @@ def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> s
     return last
 
 
+def refuse_unfit_anew(run: Path, config: dict[str, Any], experiment: Experiment) -> None:
+    """Raises ValueError, and writes nothing, if what is in the directory cannot be set aside for a
+    new run: another run holds it, it is no run, a link, the working directory, or what the new run
+    begins from. Also if the config could not be read back, or TensorBoard is missing."""
+    refuse_unreadable(config)
+    if jax.process_index() != 0:
+        return
+    begin = "and --fresh sets a run aside; give another --run-dir"
+    if run.is_symlink():
+        raise ValueError(f"{run} is a link to {os.readlink(run)}, {begin}, such as that path")
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"{run} is a file, {begin}")
+    refuse_held(run)
+    if run.is_dir() and any(run.iterdir()) and not is_run(run):
+        raise ValueError(f"{run} holds files and no run, {begin}")
+    if run.exists() and run.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(f"{run} holds the working directory, {begin}")
+    start = experiment.fine_tuning and experiment.fine_tuning.start
+    if isinstance(start, FromRun) and Path(start.run_dir).resolve() == run.resolve():
+        raise ValueError(f"{run} is the run that this one begins from ({start!r}), {begin}")
+    if experiment.logging.tensorboard:
+        refuse_without_tensorboard()
+
+
+def is_run(path: Path) -> bool:
+    """Returns True if a directory has been a run's."""
+    return any(lexists(path / name) for name in (NAME, CHECKPOINTS, LOCK))
+
+
+def set_run_aside(run: Path) -> Path | None:
+    """Renames a run directory to the first free one of RUN.1, RUN.2 ... beside it, and returns that
+    path; None if there is no run. Raises ValueError while another run holds it."""
+    if not is_run(run):
+        return None
+    numbers = itertools.count(1)
+    aside = next(path for n in numbers if not lexists(path := run.with_name(f"{run.name}.{n}")))
+    try:
+        with sole_run(run) as is_locked:
+            if not is_locked():
+                raise ValueError(f"run directory {run} was moved by another start just now")
+            run.rename(aside)
+    except OSError as error:
+        raise ValueError(
+            f"run directory {run} cannot be moved to {aside}: {error.strerror}; give another "
+            "--run-dir"
+        ) from error
+    return aside
+
+
+@contextmanager
+def staged(run: Path) -> Iterator[Path]:
+    """Yields a path beside a run directory, for checks of what a new run there would write; the
+    first process removes it afterwards."""
+    path = run.with_name(f".{run.name}.fresh")
+    try:
+        yield path
+    finally:
+        if jax.process_index() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _refuse_begin_over(run: Path) -> None:
     """Raises ValueError if the directory has saved steps: a run without saves begins at step 0 and
     would overwrite the metrics of those steps."""
@@ -51,7 +120,7 @@ def _refuse_begin_over(run: Path) -> None:
             f"run directory {run} holds {', '.join(existing)} in {CHECKPOINTS}/, and "
             "experiment.checkpoints is None, which restores nothing: the run would begin at step 0 "
             "again and write over the metrics there; give it checkpoints=SavePolicy(...) as before "
-            "to go on, or another --run-dir to begin again"
+            f"to go on, or {ANEW}"
         )
 
 
@@ -95,16 +164,16 @@ def _inode(path: Path) -> int | None:
     return path.stat().st_ino if path.is_dir() else None
 
 
-def left_in(run: Path) -> tuple[int | None, str]:
+def left_in(run: Path, *, fresh: bool = False) -> tuple[int | None, str]:
     """Returns the newest step saved in a run's directory (None for none), and a sentence with that
-    step and how to continue from it."""
+    step and how to continue from it. fresh: the run was begun by --fresh."""
     steps = committed_steps(run / CHECKPOINTS)
     if not steps:
         return None, f"nothing is saved in {run}"
     saved = f"step {steps[-1]} is saved in {run}"
     if not (run / NAME).is_file():
         return steps[-1], f"{saved}, which has lost its {NAME}: put it back to go on"
-    return steps[-1], f"{saved}; the same command goes on"
+    return steps[-1], f"{saved}; the same command{' without --fresh' * fresh} goes on"
 
 
 def refuse_fewer_steps(run: Path, done: int | None, last: int) -> None:
@@ -116,5 +185,5 @@ def refuse_fewer_steps(run: Path, done: int | None, last: int) -> None:
         raise ValueError(
             f"run directory {run} is at step {done} already, and this run is to end at step "
             f"{last}: nothing would be trained; ask for {done} steps or more to go on from there, "
-            f"or give a run of {last} steps another --run-dir"
+            f"or {ANEW}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,17 @@ from jaxtrain.cluster.requests import requests_of
 from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
 from jaxtrain.files.cache import cache_directory
 from jaxtrain.files.stores import local_path
+from jaxtrain.health.checks import HealthChecks, WrongNumbers
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.run.callback import Callback, Running
-from jaxtrain.run.directory import RunDirectory, refuse_fewer_steps, refuse_unfit
-from jaxtrain.run.health_checks import HealthChecks, WrongNumbers
+from jaxtrain.run.directory import (
+    RunDirectory,
+    refuse_fewer_steps,
+    refuse_unfit,
+    refuse_unfit_anew,
+    set_run_aside,
+    staged,
+)
 from jaxtrain.run.hooks import (
     CrowdedRows,
     GarbageCollection,
@@ -61,17 +69,19 @@ def train(
     stream: TextIO | None = None,
     callbacks: Sequence[Callback] = (),
     phases: Phases | None = None,
+    fresh: bool = False,
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
 
     experiment: an Experiment or the path of its file. mesh: a MeshSpec, the path of its file, or
-    the name of a built-in mesh ("cpu_8"). cache_dir: folder of tokens and indices, None for
-    ~/.cache/jaxtrain. stream: receives the run's output, None for the standard output.
-    steps: stop after this many of the experiment's steps (its schedules keep their length).
-    settings: `path=value` overrides. callbacks: called after those of `Logging.callbacks`; they may
-    ask for a stop and for saves (`Callback`). On a stop, a KeyboardInterrupt or an error the state
-    is saved first (the exception is then raised again), except for an exception in one process of
-    several. run_dir=None keeps all in memory. phases: records the time of each phase.
+    the name of a built-in mesh ("cpu_8"). run_dir=None keeps all in memory. cache_dir: folder of
+    tokens and indices, None for ~/.cache/jaxtrain. stream: receives the run's output, None for the
+    standard output. steps: stop after this many of the experiment's steps (its schedules keep their
+    length). settings: `path=value` overrides. callbacks: called after those of `Logging.callbacks`;
+    they may ask for a stop and for saves (`Callback`). phases: records the time of each phase.
+    fresh: begin anew; a run that is in `run_dir` is moved to `run_dir`.1 (.2, ...) once nothing is
+    refused. On a stop, a KeyboardInterrupt or an error the state is saved first (the exception is
+    then raised again), except for an exception in one process of several.
 
     Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
     do not fit together or more steps are done than are asked for, and later when nothing but
@@ -79,37 +89,65 @@ def train(
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
-    experiment = with_fields(experiment, settings or [])
-    spec = load_mesh(mesh)
+    experiment, spec = with_fields(experiment, settings or []), load_mesh(mesh)
     run = local_path("run_dir", run_dir) if run_dir is not None else None
     cache = cache_directory(cache_dir)
     last = _last_step(experiment, steps)
     user_callbacks = callbacks_of(experiment, callbacks)
-    config, last_held = {}, ""
-    if run is not None:
-        config = {"experiment": config_of(experiment)}
-        # On all, or the others end with a crash report as the one that is refused leaves.
-        last_held = share_failure(lambda: refuse_unfit(run, config, experiment))
-    elif experiment.logging.profile is not None:
-        raise ValueError("logging.profile writes a trace into the run directory; give a run_dir")
-    refuse_without_saves(experiment, run)
-    saves = checkpoints_of(run, experiment, spec)
+    config = {} if run is None else {"experiment": config_of(experiment)}
+    last_held = _refuse(run, config, experiment, fresh=fresh)
     with ExitStack() as stack, memory_remedies(spec):
+        place = stack.enter_context(staged(run)) if fresh and run is not None else run
+        saves = checkpoints_of(place, experiment, spec)
         if saves is not None:
-            stack.callback(saves.close)
+            stack.enter_context(saves)
             refuse_fewer_steps(saves.directory.parent, saves.newest_whole(), last)
         session = open_session(
             experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True, phases=phases
         )
         stack.callback(session.close)
+        out = (stream or sys.stdout) if jax.process_index() == 0 else io.StringIO()
+        if fresh and run is not None:
+            _set_aside(run, place, out)
+            if (saves := checkpoints_of(run, experiment, spec)) is not None:
+                stack.enter_context(saves)
         directory = None if run is None else _open_directory(run, config, session, last_held)
         if directory is not None:
             stack.callback(directory.close)
-        out = (stream or sys.stdout) if jax.process_index() == 0 else io.StringIO()
         result = Result(session.experiment, session.start, run, session=session)
         loop = _Loop(result, session, saves, directory, out, last, user_callbacks)
         stack.callback(loop.close)
         return loop.run_to_end()
+
+
+def _refuse(
+    run: Path | None, config: dict[str, Any], experiment: Experiment, *, fresh: bool
+) -> str:
+    """Raises ValueError for a run directory in which this run can neither go on nor, if `fresh`,
+    begin anew. Returns which run held it last."""
+    refuse_without_saves(experiment, run)
+    if run is None:
+        if experiment.logging.profile is not None:
+            raise ValueError(
+                "logging.profile writes a trace into the run directory; give a run_dir"
+            )
+        return ""
+    # On all, or the others end with a crash report as the one that is refused leaves.
+    if fresh:
+        share_failure(lambda: refuse_unfit_anew(run, config, experiment))
+        return ""
+    return share_failure(lambda: refuse_unfit(run, config, experiment))
+
+
+def _set_aside(run: Path, place: Path | None, stream: TextIO) -> None:
+    """Sets the run in a directory aside, on the first process, and says where it is kept; removes
+    the place where the new run was tried. Raises on all if that fails, as `share_failure`."""
+    first = jax.process_index() == 0
+    aside = share_failure(lambda: set_run_aside(run) if first else None)
+    if first and place is not None:
+        shutil.rmtree(place, ignore_errors=True)
+    if aside is not None:
+        print(f"the run that was in {run} is kept in {aside}", file=stream)
 
 
 def _open_directory(
@@ -305,6 +343,7 @@ class _Loop:
             self.tell(
                 "NOTE no token of the held-out rows has a weight above 0: there is no eval_loss"
             )
+        self.readings.history.add_evaluation(step, values)
         self.result.evaluation, self.saves.evaluated_at = values, step
         self.hooks.tell("after_evaluation", step, MappingProxyType(values))
 

@@ -8,9 +8,9 @@ import jax
 
 from jaxtrain.checkpoint.policy import EVALUATED_BATCHES
 from jaxtrain.cluster.agreement import FailedTogether, share_failure
+from jaxtrain.health.checks import HealthChecks
 from jaxtrain.run.callback import Running
 from jaxtrain.run.directory import RunDirectory
-from jaxtrain.run.health_checks import HealthChecks
 from jaxtrain.run.hooks import Hooks, MetricsFiles
 from jaxtrain.run.readings import Readings
 from jaxtrain.run.result import Result

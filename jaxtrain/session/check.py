@@ -21,6 +21,7 @@ from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
 from jaxtrain.pipeline.schedule import make_schedule
+from jaxtrain.reprs import PrintedReport
 from jaxtrain.session.memory import argument_bytes, memory_violations
 from jaxtrain.session.notes import notes
 from jaxtrain.session.rows import open_split
@@ -36,8 +37,8 @@ MUCH = 0.4
 """Bubble share above which `check` suggests more microbatches."""
 
 
-@dataclass(frozen=True)
-class CheckReport:
+@dataclass(frozen=True, repr=False)
+class CheckReport(PrintedReport):
     """parameters: all of them, without padded rows of the vocabulary and padded slots of a
     pipeline; trained: those that are not frozen.
 

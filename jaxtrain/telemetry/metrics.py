@@ -24,7 +24,7 @@ from jaxtrain.files.regular import open_regular, write_all
 from jaxtrain.telemetry.events import Events, has_tensorboard, refuse_without_tensorboard
 
 Values = dict[str, Any]
-_FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 _MARK = "_nonfinite"
 
 
@@ -95,11 +95,39 @@ def read_metrics(run_dir: str | Path) -> list[Values]:
 
     Raises `ValueError` naming the line when one that is not the last is damaged.
     """
-    path = Path(run_dir) / _FILE
+    path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         return []
     with open_regular(path, "rb") as file, io.BufferedReader(file) as lines:
         return [_decode(values) for values in _whole_lines(path, lines)]
+
+
+def newest_metrics(
+    run_dir: str | Path, names: tuple[str, ...], most: int = 10_000
+) -> tuple[int | None, dict[str, float]]:
+    """Returns the last logged step (None if there is none), and of each of these metrics its newest
+    number among the last `most` steps: a long file is not parsed. Damaged lines are passed over.
+    Raises OSError or ValueError if the file is no file or cannot be read."""
+    path = Path(run_dir) / METRICS_FILE
+    newest: dict[str, float] = {}
+    last: int | None = None
+    if not path.exists():
+        return last, newest
+    with open_regular(path, "rb") as file:
+        lines = file.read().splitlines()
+    for line in reversed(lines[-most:]):
+        try:
+            values = _decode(json.loads(line))
+            step = int(values["step"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        last = step if last is None else last
+        for name in names:
+            if isinstance(values.get(name), int | float):
+                newest.setdefault(name, values[name])
+        if newest.keys() == {*names}:
+            break
+    return last, newest
 
 
 def refuse_unusable(run_dir: str | Path, *, tensorboard: bool | None, process: int = 0) -> None:
@@ -160,12 +188,12 @@ class MetricsWriter:
         if tensorboard or (tensorboard is None and has_tensorboard()):
             self._events = Events(folder / "events", start)
         folder.mkdir(parents=True, exist_ok=True)
-        self._last, cut = _truncate(folder / _FILE, start)
+        self._last, cut = _truncate(folder / METRICS_FILE, start)
         if cut:
-            self.lacks = f"the last line of {folder / _FILE} was cut off; it is dropped"
+            self.lacks = f"the last line of {folder / METRICS_FILE} was cut off; it is dropped"
         elif start > 1 and self._last < 0:
-            self.lacks = f"{folder / _FILE} has no line of the steps before {start}"
-        self._file = AppendedFile(folder / _FILE)
+            self.lacks = f"{folder / METRICS_FILE} has no line of the steps before {start}"
+        self._file = AppendedFile(folder / METRICS_FILE)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Logs `values` of `step`, one call per step: its evaluation belongs in it too."""

@@ -106,7 +106,8 @@ def test_another_experiment_is_refused_with_all_the_fields(tmp_path):
         refuse_other_experiment(tmp_path, now)
     assert str(error.value) == (
         f"run directory {tmp_path} holds another experiment: optimizer.learning_rate.peak was "
-        "0.003, now 0.001; seed was absent, now 1; use a new --run-dir, or set them back"
+        "0.003, now 0.001; seed was absent, now 1; set them back, or begin anew by --fresh "
+        "(fresh=True), which keeps this run beside it, or in another --run-dir"
     )
 
 

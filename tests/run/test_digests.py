@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
-from jaxtrain.mesh.sharding import named_sharding
-from jaxtrain.run.digests import (
+from jaxtrain.health.digests import (
     Copies,
     DigestRows,
     LeafDifference,
@@ -29,6 +27,8 @@ from jaxtrain.run.digests import (
     sole,
     summary,
 )
+from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
+from jaxtrain.mesh.sharding import named_sharding
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "bool", "float8_e4m3fn")
 

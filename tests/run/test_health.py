@@ -16,8 +16,8 @@ from jaxtrain import Health
 from jaxtrain.checkpoint import committed_steps
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.fault_tolerance.state_faults import change_state
-from jaxtrain.run import health_checks as checks
-from jaxtrain.run.health_checks import WrongNumbers
+from jaxtrain.health import checks
+from jaxtrain.health.checks import WrongNumbers
 
 
 class Faulty(jaxtrain.Callback):

@@ -20,11 +20,8 @@ from jaxtrain.attention import Reference
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.collectives import Collectives, Ring
 from jaxtrain.compression import Compressed, Int8
-from jaxtrain.nn.stack import LayerLoop
-from jaxtrain.optim.precision import bf16, fp16, fp32
-from jaxtrain.run import health_checks as checks
-from jaxtrain.run import self_check
-from jaxtrain.run.self_check import (
+from jaxtrain.health import checks, self_check
+from jaxtrain.health.self_check import (
     Aspect,
     SelfCheck,
     _with,
@@ -32,6 +29,8 @@ from jaxtrain.run.self_check import (
     bound_of,
     uncompressed,
 )
+from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.optim.precision import bf16, fp16, fp32
 from jaxtrain.step.assembly import assemble
 
 

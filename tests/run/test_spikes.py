@@ -22,7 +22,7 @@ from jaxtrain.cluster.phases import LOST
 from jaxtrain.cluster.requests import Requests
 from jaxtrain.data import BatchRamp, rows_of_step
 from jaxtrain.fault_tolerance.state_faults import change_state
-from jaxtrain.run.health_checks import WrongNumbers
+from jaxtrain.health.checks import WrongNumbers
 from jaxtrain.run.hooks import Profiling
 from jaxtrain.run.readings import SKIPPED_AT_MOST, Readings
 from jaxtrain.run.rollback import Rollbacks, good_step

@@ -14,6 +14,7 @@ from two_steps import run
 import jaxtrain
 from jaxtrain.collectives import Collectives, Ring
 from jaxtrain.compression import Compressed, Int8
+from jaxtrain.health.self_check import bound_of
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.models.scales import first_scales
 from jaxtrain.nn import LayerLoop
@@ -22,7 +23,6 @@ from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.quantization import Delayed, Fp8Products, Int8Products
 from jaxtrain.quantization.delayed import SCALES, scale_of
-from jaxtrain.run.self_check import bound_of
 from jaxtrain.step.assembly import assemble
 
 PRECISIONS = {

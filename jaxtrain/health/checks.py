@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.cluster.agreement import all_gather_text, all_gather_union
 from jaxtrain.experiment import Health
-from jaxtrain.run.digests import (
+from jaxtrain.health.digests import (
     Copies,
     DigestRows,
     LeafDifference,
@@ -29,7 +29,7 @@ from jaxtrain.run.digests import (
     sole,
     summary,
 )
-from jaxtrain.run.self_check import SelfCheck
+from jaxtrain.health.self_check import SelfCheck
 from jaxtrain.session.session import Session
 from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.step.state import TrainState

@@ -1,0 +1,163 @@
+"""Lists the runs of a folder: how far each is, and in what it differs from the one before it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtrain.checkpoint.run_config import (
+    ABSENT,
+    CHECKPOINTS,
+    NAME,
+    FieldDifference,
+    config_differences,
+    read_config,
+)
+from jaxtrain.checkpoint.storage import committed_steps
+from jaxtrain.cluster.run_lock import is_held
+from jaxtrain.experiment import completed
+from jaxtrain.files.stores import local_path
+from jaxtrain.telemetry.metrics import METRICS_FILE, newest_metrics
+
+DEPTH = 3
+"""Folders below the one that is listed in which runs are looked for."""
+SHOWN = 3
+"""Differences of a run that its line shows."""
+
+
+class ListedRun(NamedTuple):
+    """A run directory.
+
+    state: "running", "done", "stopped" or "unreadable". step: of the newest metrics or save, 0
+      without any; steps: of the whole run, None if unknown. loss, eval_loss: the newest, None if
+      there is none. changed: when its metrics were last written, in seconds since 1970.
+    differs: (field, its value) where its experiment is not the previous run's. problem: why it
+      cannot be read.
+    """
+
+    path: Path
+    state: str
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    changed: float = 0.0
+    differs: tuple[tuple[str, Any], ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RunList:
+    """runs: the oldest first, by when they last went on."""
+
+    runs: tuple[ListedRun, ...]
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return "there is no run here"
+        header = ["run", "state", "step", "loss", "eval_loss", "last step", "differs by"]
+        rows = [header, *(_cells(run) for run in self.runs)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+    __repr__ = __str__
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON for scripts; its keys are stable. A loss that is not finite is null."""
+        return {
+            "runs": [
+                run._asdict()
+                | {"path": str(run.path), "differs": dict(run.differs)}
+                | {name: _finite(getattr(run, name)) for name in ("loss", "eval_loss")}
+                for run in self.runs
+            ]
+        }
+
+
+def runs(folder: str | Path = "runs") -> RunList:
+    """Returns the runs in a folder and in its sub-folders, down to three levels. Links are not
+    followed, and no code of theirs is imported. Raises ValueError if there is no such folder."""
+    path = local_path("folder", folder)
+    if not path.is_dir():
+        what = f"{path} is no folder" if path.exists() else f"there is no folder {path}"
+        raise ValueError(f"{what}; give the one that holds your run directories")
+    listed: list[ListedRun] = []
+    previous: dict[str, Any] | None = None
+    found = [read for run in _directories(path) if (read := _read(run)) is not None]
+    for entry, config in sorted(found, key=lambda run: (run[0].changed, run[0].path)):
+        if config is not None and previous is not None:
+            differences = config_differences(previous, config, completed=completed)
+            differs = tuple((d.path.removeprefix("experiment."), _now(d)) for d in differences)
+            entry = entry._replace(differs=differs)
+        previous = config or previous
+        listed.append(entry)
+    return RunList(tuple(listed))
+
+
+def _directories(folder: Path) -> Iterator[Path]:
+    """Yields the run directories at or below a folder."""
+    for here, below, files in os.walk(folder):
+        path = Path(here)
+        if NAME in files:
+            yield path
+            below.clear()
+        elif len(path.relative_to(folder).parts) >= DEPTH:
+            below.clear()
+
+
+def _read(run: Path) -> tuple[ListedRun, dict[str, Any] | None] | None:
+    """Returns a run without its differences, and its config, None if that cannot be read; None if
+    the run has just gone."""
+    metrics = run / METRICS_FILE
+    try:
+        changed = (metrics if os.path.lexists(metrics) else run / NAME).lstat().st_mtime
+    except OSError:
+        return None
+    try:
+        last, newest = newest_metrics(run, ("loss", "eval_loss"))
+        config = read_config(run)
+        stored = None if config is None else config.get("experiment")
+        if not isinstance(stored, dict):
+            raise ValueError(f"{run / NAME} holds no experiment")
+    except (OSError, ValueError) as error:
+        return ListedRun(run, "unreadable", changed=changed, problem=str(error)), None
+    steps = stored.get("steps")
+    step = max([last or 0, *committed_steps(run / CHECKPOINTS)[-1:]])
+    state = "running" if is_held(run) else "done" if step == steps else "stopped"
+    numbers = (newest.get("loss"), newest.get("eval_loss"))
+    known = steps if isinstance(steps, int) else None
+    return ListedRun(run, state, step, known, *numbers, changed), config
+
+
+def _cells(run: ListedRun) -> list[str]:
+    """Returns a run as the cells of a table."""
+    if run.problem:
+        return [str(run.path), run.state, "", "", "", _time(run), run.problem]
+    step = f"{run.step}" if run.steps is None else f"{run.step}/{run.steps}"
+    numbers = ["" if n is None else f"{n:.4f}" for n in (run.loss, run.eval_loss)]
+    shown = [f"{field}={json.dumps(value)}" for field, value in run.differs[:SHOWN]]
+    more = len(run.differs) - SHOWN
+    shown += [f"and {more} more"] if more > 0 else []
+    return [str(run.path), run.state, step, *numbers, _time(run), ", ".join(shown)]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _now(difference: FieldDifference) -> Any:
+    """Returns the newer value of a difference; "(absent)" for a field that it does not have."""
+    return "(absent)" if difference.now is ABSENT else difference.now
+
+
+def _time(run: ListedRun) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
