@@ -28,7 +28,7 @@ from jaxtrain.experiment import Experiment, FromRun, completed, resumable
 from jaxtrain.experiment.stored import refuse_unreadable
 from jaxtrain.telemetry.events import refuse_without_tensorboard
 from jaxtrain.telemetry.metrics import refuse_unusable
-from jaxtrain.weights.loading import record_run
+from jaxtrain.weights.loading import is_run, record_run
 
 
 def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> str:
@@ -62,7 +62,7 @@ def refuse_unfit_anew(run: Path, config: dict[str, Any], experiment: Experiment)
     if run.exists() and not run.is_dir():
         raise ValueError(f"{run} is a file, {begin}")
     refuse_held(run)
-    if run.is_dir() and any(run.iterdir()) and not is_run(run):
+    if run.is_dir() and any(run.iterdir()) and not _has_been_run(run):
         raise ValueError(f"{run} holds files and no run, {begin}")
     if run.exists() and run.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"{run} holds the working directory, {begin}")
@@ -73,15 +73,15 @@ def refuse_unfit_anew(run: Path, config: dict[str, Any], experiment: Experiment)
         refuse_without_tensorboard()
 
 
-def is_run(path: Path) -> bool:
-    """Returns True if a directory has been a run's."""
-    return any(lexists(path / name) for name in (NAME, CHECKPOINTS, LOCK))
+def _has_been_run(path: Path) -> bool:
+    """Returns True if a directory has been a run's, also if its record is damaged."""
+    return lexists(path / LOCK) or (lexists(path / NAME) and is_run(path))
 
 
 def set_run_aside(run: Path) -> Path | None:
     """Renames a run directory to the first free one of RUN.1, RUN.2 ... beside it, and returns that
     path; None if there is no run. Raises ValueError while another run holds it."""
-    if not is_run(run):
+    if not _has_been_run(run):
         return None
     numbers = itertools.count(1)
     aside = next(path for n in numbers if not lexists(path := run.with_name(f"{run.name}.{n}")))

@@ -24,6 +24,7 @@ from jaxtrain.cluster.run_lock import is_held
 from jaxtrain.experiment import completed
 from jaxtrain.files.stores import local_path
 from jaxtrain.telemetry.metrics import METRICS_FILE, newest_metrics
+from jaxtrain.weights.loading import is_run
 
 DEPTH = 3
 """Folders below the one that is listed in which runs are looked for."""
@@ -95,7 +96,7 @@ def runs(folder: str | Path = "runs") -> RunList:
     found = [read for run in _directories(path) if (read := _read(run)) is not None]
     for entry, config in sorted(found, key=lambda run: (run[0].changed, run[0].path)):
         if config is not None and previous is not None:
-            differences = config_differences(previous, config, completed=completed)
+            differences = config_differences(previous, config)
             differs = tuple((d.path.removeprefix("experiment."), _now(d)) for d in differences)
             entry = entry._replace(differs=differs)
         previous = config or previous
@@ -115,8 +116,8 @@ def _directories(folder: Path) -> Iterator[Path]:
 
 
 def _read(run: Path) -> tuple[ListedRun, dict[str, Any] | None] | None:
-    """Returns a run without its differences, and its config, None if that cannot be read; None if
-    the run has just gone."""
+    """Returns a run without its differences, and its config in today's form, None if that cannot be
+    read; None if the run has just gone, or it is a folder of weights."""
     metrics = run / METRICS_FILE
     try:
         changed = (metrics if os.path.lexists(metrics) else run / NAME).lstat().st_mtime
@@ -125,6 +126,8 @@ def _read(run: Path) -> tuple[ListedRun, dict[str, Any] | None] | None:
     try:
         last, newest = newest_metrics(run, ("loss", "eval_loss"))
         config = read_config(run)
+        if config is not None and not is_run(run):
+            return None
         stored = None if config is None else config.get("experiment")
         if not isinstance(stored, dict):
             raise ValueError(f"{run / NAME} holds no experiment")
@@ -135,7 +138,7 @@ def _read(run: Path) -> tuple[ListedRun, dict[str, Any] | None] | None:
     state = "running" if is_held(run) else "done" if step == steps else "stopped"
     numbers = (newest.get("loss"), newest.get("eval_loss"))
     known = steps if isinstance(steps, int) else None
-    return ListedRun(run, state, step, known, *numbers, changed), config
+    return ListedRun(run, state, step, known, *numbers, changed), completed({"experiment": stored})
 
 
 def _cells(run: ListedRun) -> list[str]:

@@ -133,6 +133,12 @@ def test_what_is_no_run_is_left_where_it_is(first, tmp_path: Path) -> None:
         trained(first, link, fresh=True)
     with pytest.raises(ValueError, match=r"thesis\.tex is a file"):
         trained(first, thesis / "thesis.tex", fresh=True)
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="weights holds files and no run"):
+        trained(first, weights, fresh=True)
+    shutil.rmtree(weights)
     assert trained(first, empty, fresh=True).saved == 4
     assert {path.name for path in tmp_path.iterdir()} == {"docs", "link", "empty"}
 

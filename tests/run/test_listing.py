@@ -56,6 +56,28 @@ def test_runs_are_listed_the_oldest_first(made) -> None:
     assert c.differs == (("optimizer.learning_rate", 0.25),)
 
 
+def test_runs_of_older_versions_differ_by_no_more_than_their_experiments(made) -> None:
+    """Names that have moved since, and fields that there were not, are no differences."""
+    kernel = jaxtrain.Execution(attention=jaxtrain.attention.Blockwise(64, 128))
+    for name, hour, seed in (("a", 1, 0), ("b", 2, 7), ("c", 3, 7)):
+        path = made(name, hour, seed=seed, execution=kernel) / "config.json"
+        if name != "c":
+            old = json.loads(path.read_text())
+            del old["experiment"]["ema_decay"]
+            text = json.dumps(old)
+            assert text.count("jaxtrain.attention.blockwise:") == 1
+            path.write_text(text.replace("jaxtrain.attention.blockwise:", "jaxtrain.nn.blockwise:"))
+    assert [run.differs for run in jaxtrain.runs().runs] == [(), (("seed", 7),), ()]
+
+
+def test_a_folder_of_weights_is_no_run(made, tmp_path: Path) -> None:
+    made("a", 1)
+    weights = tmp_path / "runs" / "exported"
+    weights.mkdir()
+    (weights / "config.json").write_text('{"model_type": "llama"}')
+    assert [run.path.name for run in jaxtrain.runs().runs] == ["a"]
+
+
 def test_a_run_that_goes_on_is_told(made) -> None:
     with sole_run(made("a", 1)):
         assert jaxtrain.runs().runs[0].state == "running"
