@@ -84,11 +84,16 @@ def fraction(name: str, value: object) -> list[str]:
     return [f"{name}={value!r} must lie in [0, 1); use for example {name}=0.9"]
 
 
-def count(name: str, value: object, least: int = 1) -> list[str]:
-    """`value` must be a whole number of at least `least`."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+INT32_MAX = 2**31 - 1
+
+
+def count(name: str, value: object, least: int = 1, most: int | None = None) -> list[str]:
+    """`value` must be a whole number of at least `least`, and at most `most` unless it is None."""
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if integer and least <= value and (most is None or value <= most):
         return []
-    return [f"{name}={value!r} must be a whole number of {least} or more"]
+    limits = f"{least} or more" if most is None else f"at least {least} and at most {most}"
+    return [f"{name}={value!r} must be a whole number of {limits}"]
 
 
 def power_of_two(name: str, value: object, least: int = 1) -> list[str]:

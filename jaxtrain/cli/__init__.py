@@ -267,9 +267,10 @@ def _compiler_log() -> Iterator[Callable[[], str]]:
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    from jaxtrain.data import Mixture, TextData, TokenFiles, progress_bar, tokenize
+    from jaxtrain.data import Mixture, TextData, TokenFiles, tokenize
     from jaxtrain.experiment import load_experiment
     from jaxtrain.files.cache import cache_directory
+    from jaxtrain.telemetry.progress import progress_bar
 
     out = local_path("--out", options.out)
     data = load_experiment(options.experiment).data

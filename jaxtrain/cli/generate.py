@@ -10,6 +10,8 @@ import os
 def add_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("model", help="a run directory, or a folder of published weights")
     generate.add_argument("--prompt", required=True, help="the text to go on with")
+    about = "the prompt is a message, and the model answers by its tokenizer's chat template"
+    generate.add_argument("--chat", action="store_true", help=about)
     generate.add_argument("--tokens", type=int, default=200)
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     generate.add_argument("--seed", type=int, default=0)
@@ -27,14 +29,14 @@ def generate_command(options: argparse.Namespace) -> int:
 
     text = generate_text(
         options.model,
-        options.prompt,
+        [{"role": "user", "content": options.prompt}] if options.chat else options.prompt,
         tokens=options.tokens,
         temperature=options.temperature,
         seed=options.seed,
         step=options.step,
         trust=tuple(options.trust),
     )
-    print(options.prompt + text)
+    print(text if options.chat else options.prompt + text)
     return 0
 
 

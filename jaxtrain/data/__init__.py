@@ -9,6 +9,7 @@ To read first: GPT-3's appendix B (Brown et al. 2020) on mixtures and packing, a
 """
 
 from jaxtrain.data.batch_size import BatchRamp, batch_of, first_row, rows_of_step
+from jaxtrain.data.conversations import Conversations
 from jaxtrain.data.dataset import SPLITS, Batch, Data, Dataset
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.mixture import Mixture, MixtureDataset
@@ -19,8 +20,9 @@ from jaxtrain.data.source import Document, Piece, StdlibSource, TextFiles
 from jaxtrain.data.synthetic import BigramChain
 from jaxtrain.data.text import TextData
 from jaxtrain.data.token_file import TokenFile, TokenFiles, open_token_file, write_token_file
-from jaxtrain.data.tokenization import progress_bar, tokenize
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer, TokenizerFile
+from jaxtrain.data.tokenization import tokenize
+from jaxtrain.data.whole import DocumentStream, WholeDocuments
+from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, TokenizerFile
 
 __all__ = [
     "SPLITS",
@@ -29,9 +31,11 @@ __all__ = [
     "BigramChain",
     "BpeTokenizer",
     "ByteTokenizer",
+    "Conversations",
     "Data",
     "Dataset",
     "Document",
+    "DocumentStream",
     "JsonLines",
     "Loader",
     "Mixture",
@@ -45,10 +49,10 @@ __all__ = [
     "TokenFile",
     "TokenFiles",
     "TokenizerFile",
+    "WholeDocuments",
     "batch_of",
     "first_row",
     "open_token_file",
-    "progress_bar",
     "reference_bits",
     "rows_of_step",
     "tokenize",

@@ -62,11 +62,3 @@ class Data(Protocol):
 def check_split(split: str) -> None:
     if split not in SPLITS:
         raise ValueError(f"split={split!r} does not exist; use one of {', '.join(SPLITS)}")
-
-
-def check_count(name: str, value: int, least: int, most: int = 2**31 - 1) -> list[str]:
-    """Returns the violations of a field that counts something."""
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    if integer and least <= value <= most:
-        return []
-    return [f"{name}={value!r} must be a whole number of at least {least} and at most {most}"]

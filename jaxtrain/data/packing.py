@@ -11,18 +11,17 @@ memory-mapped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.array_file import DamagedFile, open_arrays, whole, write_arrays
 from jaxtrain.data.dataset import Batch
 from jaxtrain.data.permutation import permutation, shuffle
 from jaxtrain.data.token_file import TokenStore
-from jaxtrain.data.tokenizer import Vocabulary
+from jaxtrain.data.token_rows import TokenRows
+from jaxtrain.files.array_file import DamagedFile, open_arrays, whole, write_arrays
+from jaxtrain.tokenizers import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +63,12 @@ def cached_index(
     raise ValueError(f"{path} was written and cannot be read back; check the disk it is on")
 
 
-class PackedDataset:
+class PackedDataset(TokenRows):
     """A `Dataset` over tokenised documents.
 
     Laws: in each epoch every token is an input exactly once, and every token but the first of its
-    document is a weighted target exactly once (prompt tokens excepted). When documents are
-    isolated, a document cut at the end of a piece goes on in the next as one of its own, with
+    document is a weighted target exactly once (tokens that are only read excepted). When documents
+    are isolated, a document cut at the end of a piece goes on in the next as one of its own, with
     positions from 0. `len` is the same in all epochs; the rest of the last piece is padding.
     """
 
@@ -83,27 +82,20 @@ class PackedDataset:
         seed: int,
         cache_dir: Path,
     ) -> None:
-        self.store = store
-        self.vocabulary = vocabulary
-        self.seq = seq
-        self.isolate_documents = isolate_documents
-        self.seed = seed
-        self.cache_dir = cache_dir
-        self.vocab = vocabulary.size
-        self.token_bytes = vocabulary.token_bytes
+        super().__init__(
+            store,
+            vocabulary,
+            seq=seq,
+            isolate_documents=isolate_documents,
+            seed=seed,
+            cache_dir=cache_dir,
+            packing="shuffled rows",
+        )
         self.tokens = int(store.lengths.sum())
-        made_of = (store.digest, vocabulary.key, seq, isolate_documents, "shuffled rows")
-        self.digest = sha256(repr(made_of).encode()).hexdigest()
         self._indices: dict[int, PackingIndex] = {}
 
     def __len__(self) -> int:
         return -(-self.tokens // self.seq)
-
-    def encode(self, text: str) -> list[int]:
-        return self.vocabulary.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.vocabulary.decode(ids)
 
     def index(self, epoch: int) -> PackingIndex:
         """Returns the epoch's packing index, which is opened once."""
@@ -122,22 +114,6 @@ class PackedDataset:
             self._indices = {**recent, epoch: index}
         return index
 
-    def rows(self, indices: np.ndarray) -> Batch:
-        indices = np.asarray(indices, dtype=np.int64)
-        if indices.ndim != 1 or (len(indices) and indices.min() < 0):
-            raise ValueError(f"rows are numbered 0, 1, .. in one dim; found {indices}")
-        epochs, rows = np.divmod(indices, len(self))
-        present = np.unique(epochs)
-        if len(present) < 2:
-            return self._pack(rows, int(present[0]) if len(present) else 0)
-        batch: Batch = {}
-        for epoch in present:
-            chosen = epochs == epoch
-            for name, part in self._pack(rows[chosen], int(epoch)).items():
-                shape = (len(indices), self.seq)
-                batch.setdefault(name, np.empty(shape, dtype=part.dtype))[chosen] = part
-        return batch
-
     def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
         order, starts = self.index(epoch)
         # [rows, seq + 1] places in the stream: the inputs, and one more for the last target.
@@ -151,7 +127,7 @@ class PackedDataset:
         offset = place - starts[number]
         document = order[number]
         tokens = self._tokens(self.store.starts[document] + offset)
-        learnt = real[:, 1:] & (offset[:, 1:] >= self.store.prompts[document[:, 1:]])
+        learnt = real[:, 1:] & self.store.learnt(document[:, 1:], offset[:, 1:])
         if self.isolate_documents:
             learnt &= number[:, 1:] == number[:, :-1]
             segments = number[:, :-1] - number[:, :1] + 1
@@ -167,11 +143,3 @@ class PackedDataset:
             "positions": np.where(inside, positions, 0).astype(np.int32),
             "weights": learnt.astype(np.float32),
         }
-
-    def _tokens(self, addresses: np.ndarray) -> np.ndarray:
-        tokens = self.store.gather(addresses)
-        # Long files are not scanned when opened, so every batch is looked at.
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab:
-            bad = (tokens < 0) | (tokens >= self.vocab)
-            self.store.refuse(int(addresses[bad][0]), vocab=self.vocab)
-        return tokens

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxtrain.data.source import Document, FileSource, Piece, undecodable
 
 if TYPE_CHECKING:
     import pyarrow
+
+T = TypeVar("T")
+Place = Callable[[], str]
+"""Says where a record is: file and line, or row."""
 
 RANGE_BYTES = 16 << 20
 """JSON Lines files are read in ranges of this size, so that one long file is read in parallel."""
@@ -30,39 +35,63 @@ class JsonLines(FileSource):
     prompt_field: str | None = field(default=None, kw_only=True)
 
     def split_file(self, piece: Piece) -> Iterator[Piece]:
-        for start in range(0, piece.stop, RANGE_BYTES):
-            yield piece._replace(start=start, stop=min(start + RANGE_BYTES, piece.stop))
+        yield from line_ranges(piece)
 
     def read(self, piece: Piece, split: str) -> Iterator[Document]:
-        for offset, line in _lines_that_start_in(piece):
-            if line.strip():
-                document = self._document(piece.path, offset, line)
-                if self.belongs(document, split):
-                    yield document
+        for place, record in json_records(piece):
+            document = located(place, self._document, record)
+            if self.belongs(document, split):
+                yield document
 
-    def _document(self, path: str, offset: int, line: bytes) -> Document:
-        try:
-            record = json.loads(line)
-            prompt = _text_of(record, self.prompt_field) if self.prompt_field else ""
-            return Document(text=_text_of(record, self.text_field), prompt=prompt)
-        except UnicodeDecodeError as error:
-            raise ValueError(undecodable(path, error, offset=offset)) from error
-        except RecursionError:
-            line_name = f"{path}:{_line_number(path, offset)}"
-            raise ValueError(f"{line_name}: nests too deep; take the line out") from None
-        except json.JSONDecodeError as error:
-            line_name = f"{path}:{_line_number(path, offset)}"
-            reason = f"not JSON: {error.msg} (column {error.colno})"
-            raise ValueError(f"{line_name}: {reason}") from error
-        except ValueError as error:
-            raise ValueError(f"{path}:{_line_number(path, offset)}: {error}") from error
+    def _document(self, record: dict[str, Any]) -> Document:
+        prompt = _text_of(record, self.prompt_field) if self.prompt_field else ""
+        return Document(text=_text_of(record, self.text_field), prompt=prompt)
 
 
-def _text_of(record: object, name: str) -> str:
+def line_ranges(piece: Piece) -> Iterator[Piece]:
+    """Ranges of a file of lines, which `json_records` reads by themselves."""
+    for start in range(0, piece.stop, RANGE_BYTES):
+        yield piece._replace(start=start, stop=min(start + RANGE_BYTES, piece.stop))
+
+
+def json_records(piece: Piece) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The objects of the lines that start in a piece of a JSON Lines file, each with its place.
+    Raises ValueError for other lines."""
+    for offset, line in _lines_that_start_in(piece):
+        if line.strip():
+            place = partial(_line_name, piece.path, offset)
+            try:
+                yield place, _object(line)
+            except UnicodeDecodeError as error:
+                raise ValueError(undecodable(piece.path, error, offset=offset)) from error
+            except ValueError as error:
+                raise ValueError(f"{place()}: {error}") from error
+
+
+def located(place: Place, make: Callable[[dict[str, Any]], T], record: dict[str, Any]) -> T:
+    """Returns make(record); a ValueError names the place."""
+    try:
+        return make(record)
+    except ValueError as error:
+        raise ValueError(f"{place()}: {error}") from error
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("nests too deep; take the line out") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} (column {error.colno})") from error
     if not isinstance(record, dict):
         raise ValueError(f"a line is an object, this one is {type(record).__name__}")
+    return record
+
+
+def _text_of(record: dict[str, Any], name: str) -> str:
     if name not in record:
-        raise ValueError(f"no field {name!r}; the line has {', '.join(map(repr, record))}")
+        have = ", ".join(map(repr, record))
+        raise ValueError(f"no field {name!r}; the line has {have}: name yours by text_field")
     value = record[name]
     if not isinstance(value, str):
         raise ValueError(f"field {name!r} is {type(value).__name__}, not a string")
@@ -89,9 +118,10 @@ def _lines_that_start_in(piece: Piece) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _line_number(path: str, offset: int) -> int:
+def _line_name(path: str, offset: int) -> str:
     with open(path, "rb") as file:
-        return 1 + file.read(offset).count(b"\n")
+        number = 1 + file.read(offset).count(b"\n")
+    return f"{path}:{number}"
 
 
 @dataclass(frozen=True)
@@ -106,44 +136,56 @@ class Parquet(FileSource):
     prompt_field: str | None = field(default=None, kw_only=True)
 
     def read(self, piece: Piece, split: str) -> Iterator[Document]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         columns = [name for name in (self.text_field, self.prompt_field) if name]
-        try:
-            file = pq.ParquetFile(piece.path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{piece.path} cannot be read as Parquet: {error}") from error
-        with file:
-            _check_columns(piece.path, columns, file.schema_arrow)
-            row = 0
-            for batch in file.iter_batches(columns=columns):
-                for record in batch.to_pylist():
-                    if document := self._document(piece.path, row, record, split):
-                        yield document
-                    row += 1
+        for place, record in parquet_records(piece, columns, _no_strings):
+            document = located(place, self._document, record)
+            if self.belongs(document, split):
+                yield document
 
-    def _document(
-        self, path: str, row: int, record: dict[str, str | None], split: str
-    ) -> Document | None:
+    def _document(self, record: dict[str, Any]) -> Document:
         text = record[self.text_field]
         prompt = record[self.prompt_field] if self.prompt_field else ""
         if text is None or prompt is None:
             name = self.text_field if text is None else self.prompt_field
-            raise ValueError(f"{path}: row {row} has null in {name!r}; fill it or drop the row")
-        document = Document(text=text, prompt=prompt)
-        return document if self.belongs(document, split) else None
+            raise ValueError(f"null in {name!r}; fill it or drop the row")
+        return Document(text=text, prompt=prompt)
 
 
-def _check_columns(path: str, columns: list[str], schema: pyarrow.Schema) -> None:
+def parquet_records(
+    piece: Piece, columns: list[str], unsuitable: Callable[[pyarrow.Field], str | None]
+) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The rows of a Parquet file, each with its place. unsuitable: says what is wrong with a
+    column, None for nothing. Raises ValueError for files and columns that cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(piece.path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{piece.path} cannot be read as Parquet: {error}") from error
+    with file:
+        schema = file.schema_arrow
+        problems = [
+            f"no column {name!r}" if name not in schema.names else unsuitable(schema.field(name))
+            for name in columns
+        ]
+        if any(problems):
+            have = ", ".join(f"{f.name} ({f.type})" for f in schema)
+            reasons = "; ".join(filter(None, problems))
+            raise ValueError(f"{piece.path}: {reasons}; the file has {have}")
+        row = 0
+        for batch in file.iter_batches(columns=columns):
+            for record in batch.to_pylist():
+                yield partial(_row_name, piece.path, row), record
+                row += 1
+
+
+def _row_name(path: str, row: int) -> str:
+    return f"{path}: row {row}"
+
+
+def _no_strings(column: pyarrow.Field) -> str | None:
     import pyarrow as pa
 
     strings = (pa.string(), pa.large_string(), pa.string_view())
-    problems = [
-        f"no column {name!r}" if name not in schema.names else f"column {name!r} is no string"
-        for name in columns
-        if name not in schema.names or schema.field(name).type not in strings
-    ]
-    if problems:
-        have = ", ".join(f"{f.name} ({f.type})" for f in schema)
-        raise ValueError(f"{path}: {'; '.join(problems)}; the file has {have}")
+    return None if column.type in strings else f"column {column.name!r} is no string"

@@ -10,19 +10,25 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from jaxtrain.data.dataset import check_split
 from jaxtrain.files.stores import store_violations
+from jaxtrain.tokenizers.chat import Conversation
 
 
 class Document(NamedTuple):
+    """text: what is learnt. prompt: comes before the text and is read, but not learnt: its tokens
+    have loss weight 0. conversation: encoded in their stead, if there is one. place: says where the
+    document is, for messages."""
+
     text: str
     prompt: str = ""
-    """Comes before the text and is read, but not learnt: its tokens have loss weight 0."""
+    conversation: Conversation | None = None
+    place: Callable[[], str] | None = None
 
 
 class Piece(NamedTuple):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.dataset import Batch, check_count, check_split
+from jaxtrain.data.dataset import Batch, check_split
+from jaxtrain.violations import INT32_MAX, count
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class BigramChain:
 
     def __post_init__(self) -> None:
         for name in ("vocab", "seq", "successors"):
-            if problems := check_count(name, getattr(self, name), 1):
+            if problems := count(name, getattr(self, name), 1, INT32_MAX):
                 raise ValueError(problems[0])
 
     def open(self, split: str, *, seed: int, cache_dir: Path) -> _ChainDataset:

@@ -10,15 +10,19 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.array_file import DamagedFile
-from jaxtrain.data.dataset import Dataset, check_count, check_split
+from jaxtrain.data.conversations import Conversations
+from jaxtrain.data.dataset import Dataset, check_split
 from jaxtrain.data.mixture import Mixture, MixtureDataset
 from jaxtrain.data.packing import PackedDataset
 from jaxtrain.data.source import Document, Source, StdlibSource, documents, fingerprint
 from jaxtrain.data.token_file import TokenFile, TokenFiles, TokenStore
-from jaxtrain.data.tokenization import tokenize
-from jaxtrain.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerFile, Vocabulary
+from jaxtrain.data.tokenization import ENCODING, chat_key, tokenize
+from jaxtrain.data.whole import DocumentStream, WholeDataset, WholeDocuments
+from jaxtrain.files.array_file import DamagedFile
 from jaxtrain.files.stores import local_path
+from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer, TokenizerFile, Vocabulary
+from jaxtrain.tokenizers.chat import ChatEncoder
+from jaxtrain.violations import INT32_MAX, count, raise_violations
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +37,36 @@ class TextData:
     are cut from one stream and documents see what came before them. The corpus is tokenised once
     per (files, tokenizer) into `cache_dir`, which may be deleted at any time.
 
-    tokenizer: what makes tokens of texts.
+    tokenizer: what makes tokens of texts. packing: how documents fill rows, `DocumentStream()` or
+    `WholeDocuments()`; None packs prompts with their texts and conversations whole, and cuts rows
+    of all else from a stream.
     """
 
     source: Source | TokenFiles | Mixture = field(default_factory=StdlibSource)
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     seq: int = 512
     isolate_documents: bool = True
+    packing: DocumentStream | WholeDocuments | None = None
 
     def __post_init__(self) -> None:
-        if problems := check_count("seq", self.seq, 1):
-            raise ValueError(problems[0])
+        problems = count("seq", self.seq, 1, INT32_MAX)
+        own = isinstance(self.tokenizer, ByteTokenizer | BpeTokenizer)
+        if own and any(isinstance(source, Conversations) for _, source in self._parts()):
+            problems.append(
+                f"Conversations need a chat template, and {self.tokenizer} has none: use "
+                'TokenizerFile("tokenizer.json"), with a chat_template.jinja beside it'
+            )
+        if not isinstance(self.packing, DocumentStream | WholeDocuments | None):
+            problems.append(
+                f"packing={self.packing!r} is no way to fill rows; use WholeDocuments(), "
+                "DocumentStream() or None"
+            )
+        elif isinstance(self.packing, WholeDocuments) and not self.isolate_documents:
+            problems.append(
+                "packing=WholeDocuments() keeps documents apart, and isolate_documents=False lets "
+                "them read each other: use one of the two"
+            )
+        raise_violations(problems)
 
     def open(self, split: str, *, seed: int, cache_dir: Path) -> Dataset:
         """The split's rows. Held-out rows do not depend on `seed`, so that runs compare.
@@ -55,23 +78,22 @@ class TextData:
         seed = HELD_OUT_SEED if split == "held_out" else seed
         cache_dir = local_path("cache_dir", cache_dir)
         vocabulary = self.vocabulary(cache_dir)
-        opened = [
-            (
-                weight,
-                PackedDataset(
-                    _store(source, split, vocabulary, cache_dir),
-                    vocabulary,
-                    seq=self.seq,
-                    isolate_documents=self.isolate_documents,
-                    seed=seed,
-                    cache_dir=cache_dir,
-                ),
-            )
-            for weight, source in self._parts()
-        ]
+        stores = [(w, _store(s, split, vocabulary, cache_dir)) for w, s in self._parts()]
+        opened = [(w, self._rows(store, vocabulary, seed, cache_dir)) for w, store in stores]
         if isinstance(self.source, Mixture):
             return MixtureDataset(opened, seed=seed)
         return opened[0][1]
+
+    def _rows(
+        self, store: TokenStore, vocabulary: Vocabulary, seed: int, cache_dir: Path
+    ) -> Dataset:
+        whole = store.has_prompts and self.isolate_documents
+        packing = self.packing or (WholeDocuments() if whole else DocumentStream())
+        common: dict[str, Any] = {"seq": self.seq, "seed": seed, "cache_dir": cache_dir}
+        if isinstance(packing, WholeDocuments):
+            return WholeDataset(store, vocabulary, packing=packing, **common)
+        isolate = self.isolate_documents
+        return PackedDataset(store, vocabulary, isolate_documents=isolate, **common)
 
     def vocabulary(self, cache_dir: Path) -> Vocabulary:
         """The tokenizer at work; trained on the train split first, where it is a trained one."""
@@ -102,8 +124,10 @@ class TextData:
 
     def absent(self, splits: Iterable[str]) -> list[str]:
         """Returns a message for each part that this machine lacks: a pattern that matches no file,
-        the tokenizer's file. Files are listed, not read."""
+        the tokenizer's file, a chat template that works. The corpus is listed, not read."""
         missing = self.tokenizer.absent() if isinstance(self.tokenizer, TokenizerFile) else []
+        if not missing and any(isinstance(source, Conversations) for _, source in self._parts()):
+            missing += self._template_violations()
         for split, (_, source) in itertools.product(splits, self._parts()):
             list_files = source.files if isinstance(source, TokenFiles) else source.pieces
             try:
@@ -112,10 +136,20 @@ class TextData:
                 missing.append(str(error))
         return list(dict.fromkeys(missing))
 
+    def _template_violations(self) -> list[str]:
+        """Returns what keeps the tokenizer from encoding conversations."""
+        try:
+            assert isinstance(self.tokenizer, TokenizerFile)
+            with ChatEncoder(self.tokenizer.build(lambda: iter(()), corpus="", cache_dir=Path())):
+                return []
+        except ValueError as error:
+            return [str(error)]
+
     @property
     def has_text(self) -> bool:
-        """True if `documents` can return every part's text: token files have none."""
-        return not any(isinstance(source, TokenFiles) for _, source in self._parts())
+        """True if `documents` returns every part's text as it is learnt: token files have none, and
+        that of conversations is what a template makes of them."""
+        return not any(isinstance(s, TokenFiles | Conversations) for _, s in self._parts())
 
     def _parts(self) -> tuple[tuple[float, Any], ...]:
         return self.source.parts if isinstance(self.source, Mixture) else ((1.0, self.source),)
@@ -133,7 +167,9 @@ def _store(
 def _cached_tokens(
     source: Source, split: str, vocabulary: Vocabulary, cache_dir: Path
 ) -> TokenFile:
-    made_of = (fingerprint(source, split), vocabulary.key)
+    made_of: tuple[str, ...] = (fingerprint(source, split), vocabulary.key, ENCODING)
+    if isinstance(source, Conversations):
+        made_of += (chat_key(vocabulary),)
     path = cache_dir / f"{sha256(repr(made_of).encode()).hexdigest()[:24]}.tokens"
     try:
         return tokenize(source, vocabulary, path, split=split)

@@ -7,6 +7,7 @@ A token file is a sealed array file (`array_file.py`) of kind `tokens`:
              with the eos that ends it
     offsets  [documents + 1] int64: document i is tokens[offsets[i] : offsets[i + 1]]
     prompts  [documents] int64: its first so many tokens are read, but have loss weight 0
+    learnt   [count] uint8, in files with conversations only: 0 for further tokens without loss
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.array_file import (
+from jaxtrain.data.dataset import check_split
+from jaxtrain.data.permutation import below, random_bits
+from jaxtrain.data.source import as_tuple, check_fraction, check_paths, split_files
+from jaxtrain.files.array_file import (
     VERIFY_BYTES,
     ArraySpec,
     DamagedFile,
@@ -28,9 +32,6 @@ from jaxtrain.data.array_file import (
     whole,
     write_arrays,
 )
-from jaxtrain.data.dataset import check_split
-from jaxtrain.data.permutation import below, random_bits
-from jaxtrain.data.source import as_tuple, check_fraction, check_paths, split_files
 
 KIND = "tokens"
 FORMAT = 1
@@ -40,6 +41,8 @@ class TokenDocument(NamedTuple):
     ids: np.ndarray
     """[tokens] integers, eos included."""
     prompt: int = 0
+    learnt: np.ndarray | None = None
+    """[tokens] bool: the others are read only; None for all behind the prompt."""
 
 
 class TokenFile(NamedTuple):
@@ -50,6 +53,9 @@ class TokenFile(NamedTuple):
     tokens: np.ndarray
     offsets: np.ndarray
     prompts: np.ndarray
+    learnt: np.ndarray | None = None
+    conversations: str = ""
+    """Names how its conversations were encoded, "" where it has none."""
 
 
 def open_token_file(path: Path, *, verify: bool | None = None) -> TokenFile:
@@ -61,8 +67,11 @@ def open_token_file(path: Path, *, verify: bool | None = None) -> TokenFile:
     file = open_arrays(path, kind=KIND, verify=verify)
     if file.meta.get("format") != FORMAT:
         raise DamagedFile(f"{path} has format {file.meta.get('format')}, this reads {FORMAT}")
-    opened = TokenFile(path, file.meta["vocab"], file.meta["tokenizer"], file.digest, **file.arrays)
-    if opened.offsets[-1] != len(opened.tokens) or len(opened.prompts) + 1 != len(opened.offsets):
+    named = {"conversations": file.meta.get("conversations", "")}
+    meta = (file.meta["vocab"], file.meta["tokenizer"], file.digest)
+    opened = TokenFile(path, *meta, **file.arrays, **named)
+    sizes = {len(part) for part in (opened.tokens, opened.learnt) if part is not None}
+    if {opened.offsets[-1]} != sizes or len(opened.prompts) + 1 != len(opened.offsets):
         raise DamagedFile(f"{path} is damaged: its documents do not add up to its tokens")
     if opened.tokens.nbytes <= VERIFY_BYTES if verify is None else verify:
         check_ids(opened.tokens, vocab=opened.vocab, path=path, position=0)
@@ -74,33 +83,53 @@ def token_dtype(vocab: int) -> str:
 
 
 def write_token_file(
-    path: Path, documents: Iterable[TokenDocument], *, vocab: int, tokenizer: str = ""
+    path: Path,
+    documents: Iterable[TokenDocument],
+    *,
+    vocab: int,
+    tokenizer: str = "",
+    conversations: str = "",
 ) -> None:
     """Write documents that fit in memory; `merge_token_files` joins such files without limit.
 
     Raises ValueError for an id outside the vocabulary, naming its position in the file.
     """
     parts, prompts, count = [np.empty(0, dtype=token_dtype(vocab))], [], 0
-    lengths = [0]
+    lengths, learnt = [0], []
     for document in documents:
         ids = np.asarray(document.ids)
         check_ids(ids, vocab=vocab, path=path, position=count)
         parts.append(ids.astype(token_dtype(vocab)))
         prompts.append(document.prompt)
         lengths.append(len(ids))
+        if document.learnt is not None and len(document.learnt) != len(ids):
+            raise ValueError(
+                f"{path}: document {len(prompts) - 1} has {len(ids)} ids, and says of "
+                f"{len(document.learnt)} whether they are learnt"
+            )
+        learnt.append(document.learnt)
         count += len(ids)
     arrays = {
         "tokens": whole(np.concatenate(parts)),
         "offsets": whole(np.cumsum(lengths, dtype=np.int64)),
         "prompts": whole(np.array(prompts, dtype=np.int64)),
     }
-    meta = {"format": FORMAT, "vocab": vocab, "tokenizer": tokenizer}
+    if any(mask is not None for mask in learnt):
+        sizes = zip(learnt, lengths[1:], strict=True)
+        masks = [np.ones(size) if mask is None else mask for mask, size in sizes]
+        arrays["learnt"] = whole(np.concatenate(masks).astype(np.uint8))
+    meta = _meta(vocab, tokenizer, conversations)
     write_arrays(path, kind=KIND, meta=meta, arrays=arrays)
+
+
+def _meta(vocab: int, tokenizer: str, conversations: str) -> dict[str, Any]:
+    meta = {"format": FORMAT, "vocab": vocab, "tokenizer": tokenizer}
+    return meta | ({"conversations": conversations} if conversations else {})
 
 
 def merge_token_files(files: Sequence[TokenFile], path: Path) -> None:
     """Join files of one vocabulary, streaming; the result depends on the documents alone."""
-    if len({(file.vocab, file.tokenizer) for file in files}) != 1:
+    if len({(file.vocab, file.tokenizer, file.conversations) for file in files}) != 1:
         listed = ", ".join(f"{file.path} (vocab {file.vocab})" for file in files) or "none"
         raise ValueError(f"only token files of one tokenizer can be joined; found {listed}")
     tokens = [len(file.tokens) for file in files]
@@ -113,8 +142,15 @@ def merge_token_files(files: Sequence[TokenFile], path: Path) -> None:
         "offsets": ArraySpec("int64", (documents + 1,), _chain(np.zeros(1, np.int64), ends)),
         "prompts": ArraySpec("int64", (documents,), (file.prompts for file in files)),
     }
-    meta = {"format": FORMAT, "vocab": vocab, "tokenizer": tokenizer}
+    if any(file.learnt is not None for file in files):
+        masks = (_mask(file) for file in files)
+        arrays["learnt"] = ArraySpec("uint8", (sum(tokens),), masks)
+    meta = _meta(vocab, tokenizer, files[0].conversations)
     write_arrays(path, kind=KIND, meta=meta, arrays=arrays)
+
+
+def _mask(file: TokenFile) -> np.ndarray:
+    return np.ones(len(file.tokens), dtype=np.uint8) if file.learnt is None else file.learnt
 
 
 def _chain(first: np.ndarray, following: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
@@ -203,19 +239,48 @@ class TokenStore:
         if not self.lengths.sum():
             names = ", ".join(str(file.path) for file in files)
             raise ValueError(f"no document is left in this split of {names}; change held_out")
+        masked = any(file.learnt is not None for file in files)
+        self._masks = [_mask(file) for file in files] if masked else []
         hashed = sha256("".join(file.digest for file in files).encode())
         hashed.update(b"all" if documents is None else documents.tobytes())
         self.digest = hashed.hexdigest()
 
     def gather(self, addresses: np.ndarray) -> np.ndarray:
         """Tokens at `addresses`, int32, in the same shape."""
-        if len(self.files) == 1:
-            return self.files[0].tokens[addresses].astype(np.int32)
+        return self._gather([file.tokens for file in self.files], addresses, np.int32)
+
+    def learnt(self, document: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        """True for the tokens at `offset` in `document`, of the same shape, that have a loss."""
+        learnt = offset >= self.prompts[document]
+        if self._masks:
+            learnt &= self._gather(self._masks, self.starts[document] + offset, np.bool_)
+        return learnt
+
+    def learns(self, sizes: np.ndarray) -> np.ndarray:
+        """[documents] bool: behind its first token, and among its first `sizes` [documents] ones, a
+        document has one with a loss."""
+        first = np.maximum(self.prompts, 1)
+        if not self._masks:
+            return first < sizes
+        counts = np.concatenate([[0], np.cumsum(np.concatenate(self._masks), dtype=np.int64)])
+        stops = np.maximum(sizes, first)
+        return counts[self.starts + stops] > counts[self.starts + first]
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if there are tokens that are only read."""
+        return bool(self.prompts.any()) or bool(self._masks)
+
+    def _gather(
+        self, arrays: list[np.ndarray], addresses: np.ndarray, dtype: type[np.generic]
+    ) -> np.ndarray:
+        if len(arrays) == 1:
+            return arrays[0][addresses].astype(dtype)
         owner = np.searchsorted(self.bases, addresses, side="right") - 1
-        out = np.empty(addresses.shape, dtype=np.int32)
+        out = np.empty(addresses.shape, dtype=dtype)
         for number in np.unique(owner):
             own = owner == number
-            out[own] = self.files[number].tokens[addresses[own] - self.bases[number]]
+            out[own] = arrays[number][addresses[own] - self.bases[number]]
         return out
 
     def refuse(self, address: int, *, vocab: int) -> None:

@@ -7,16 +7,18 @@ atomically beside the output, so an interrupted job goes on with the shards that
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.array_file import DamagedFile, UnwritableFile
+from jaxtrain.data.conversations import Conversations
 from jaxtrain.data.source import Document, Piece, Source, fingerprint
 from jaxtrain.data.token_file import (
     TokenDocument,
@@ -25,10 +27,17 @@ from jaxtrain.data.token_file import (
     open_token_file,
     write_token_file,
 )
-from jaxtrain.data.tokenizer import Vocabulary
+from jaxtrain.files.array_file import DamagedFile, UnwritableFile
 from jaxtrain.files.stores import local_path
+from jaxtrain.tokenizers import Vocabulary
+from jaxtrain.tokenizers.chat import ChatEncoder
+from jaxtrain.tokenizers.spelled import pattern_of
+
+log = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 << 20
+ENCODING = "prompt and text as one"
+"""How documents are encoded: caches and shards of an older way are not read."""
 Progress = Callable[[int, int], None]
 """Called with (bytes of text done, bytes in all)."""
 
@@ -63,7 +72,7 @@ def tokenize(
     if not hasattr(source, "pieces"):
         raise ValueError(f"{source} has no text of its own; tokenise the source of each part")
     if out.exists():
-        return _open_finished(out, vocabulary)
+        return _open_finished(out, vocabulary, source)
     parts = out.with_name(out.name + ".parts")
     groups = _group(source.pieces(split), shard_bytes)
     if not groups:
@@ -85,11 +94,25 @@ def tokenize(
         if not out.exists():
             reason = f"{out} cannot be made: {error}; check the disk and its rights"
             raise ValueError(reason) from error
-    return _open_finished(out, vocabulary)
+    return _open_finished(out, vocabulary, source)
 
 
-def _open_finished(out: Path, vocabulary: Vocabulary) -> TokenFile:
+def chat_key(vocabulary: Vocabulary) -> str:
+    """Names how a vocabulary encodes conversations, "" where it does not."""
+    template = getattr(vocabulary, "chat", None)
+    return "" if template is None else template.key
+
+
+def _conversations_key(source: Source, vocabulary: Vocabulary) -> str:
+    """Names how a source's conversations are encoded, "" for one that has none."""
+    is_one = isinstance(source, Conversations)
+    return f"{chat_key(vocabulary)} {source.learn}" if is_one else ""
+
+
+def _open_finished(out: Path, vocabulary: Vocabulary, source: Source) -> TokenFile:
     file = open_token_file(out)
+    if file.conversations != _conversations_key(source, vocabulary):
+        raise ValueError(f"{out} exists and was written by another chat template; delete it first")
     if file.tokenizer != vocabulary.key:
         raise ValueError(f"{out} exists and was written by another tokenizer; delete it first")
     return file
@@ -118,7 +141,10 @@ def _claim(
         "split": split,
         "tokenizer": vocabulary.key,
         "shard_bytes": shard_bytes,
+        "encoding": ENCODING,
     }
+    if conversations := _conversations_key(source, vocabulary):
+        job["conversations"] = conversations
     parts.mkdir(parents=True, exist_ok=True)
     path = parts / "job.json"
     if path.exists():
@@ -137,19 +163,26 @@ def _claim(
 
 def _run(shards: list[_Shard], *, processes: int, progress: Progress | None) -> None:
     sizes = [sum(piece.stop - piece.start for piece in shard.pieces) for shard in shards]
-    done = 0
-    for number in _run_shards(shards, processes):
+    done, warned = 0, False
+    for number, spelled in _run_shards(shards, processes):
         done += sizes[number]
         if progress:
             progress(done, sum(sizes))
+        if spelled is not None and not warned:
+            warned = True
+            log.warning(
+                "texts have special tokens written out, such as %r: they are learnt as the "
+                "characters that they have; for conversations use Conversations(...), by which a "
+                "chat template writes such tokens",
+                spelled,
+            )
 
 
-def _run_shards(shards: list[_Shard], processes: int) -> Iterator[int]:
-    """Numbers of the shards as they are done."""
+def _run_shards(shards: list[_Shard], processes: int) -> Iterator[tuple[int, str | None]]:
+    """Numbers of the shards as they are done, with a special token that their texts spell."""
     if processes == 1 or len(shards) == 1:
         for number, shard in enumerate(shards):
-            _tokenize_shard(shard)
-            yield number
+            yield number, _tokenize_shard(shard)
         return
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -160,31 +193,67 @@ def _run_shards(shards: list[_Shard], processes: int) -> Iterator[int]:
         jobs = {pool.submit(_tokenize_shard, shard): n for n, shard in enumerate(shards)}
         try:
             for job in as_completed(jobs):
-                job.result()
-                yield jobs[job]
+                yield jobs[job], job.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _tokenize_shard(shard: _Shard) -> None:
+def _tokenize_shard(shard: _Shard) -> str | None:
+    """Writes a shard's file, if it is not there. Returns a special token that its texts spell."""
+    spelled: list[str] = []
     try:
         open_token_file(shard.path, verify=True)
     except (FileNotFoundError, DamagedFile):
         write_token_file(
             shard.path,
-            _encode(shard),
+            _encode(shard, spelled),
             vocab=shard.vocabulary.size,
             tokenizer=shard.vocabulary.key,
+            conversations=_conversations_key(shard.source, shard.vocabulary),
         )
+    return next(iter(spelled), None)
 
 
-def _encode(shard: _Shard) -> Iterator[TokenDocument]:
-    eos = np.array([shard.vocabulary.eos], dtype=np.uint32)
-    for batch in _batches(shard):
-        texts = shard.vocabulary.encode_batch([document.text for document in batch])
-        prompts = shard.vocabulary.encode_batch([document.prompt for document in batch])
-        for prompt, text in zip(prompts, texts, strict=True):
-            yield TokenDocument(np.concatenate((prompt, text, eos)), prompt=len(prompt))
+def _encode(shard: _Shard, spelled: list[str]) -> Iterator[TokenDocument]:
+    """Encodes documents; puts the first special token that a text spells into `spelled`."""
+    special = pattern_of(shard.vocabulary.special)
+    with ExitStack() as stack:
+        chat = None
+        groups = (groupby(batch, lambda d: d.conversation is None) for batch in _batches(shard))
+        for are_texts, group in chain.from_iterable(groups):
+            if are_texts:
+                batch = list(group)
+                texts = (text for document in batch for text in document[:2])
+                matches = filter(None, map(special.search, texts if not spelled else ()))
+                spelled += (match[0] for match in islice(matches, 1))
+                yield from _encode_texts(shard, batch)
+                continue
+            chat = chat or stack.enter_context(ChatEncoder(shard.vocabulary))
+            yield from (_encode_conversation(chat, document) for document in group)
+
+
+def _encode_conversation(chat: ChatEncoder, document: Document) -> TokenDocument:
+    assert document.conversation is not None
+    try:
+        ids, learnt = chat.encode(document.conversation)
+    except ValueError as error:
+        place = "" if document.place is None else f"{document.place()}: "
+        raise ValueError(f"{place}{error}") from error
+    return TokenDocument(ids, prompt=int(np.argmax(learnt)), learnt=learnt)
+
+
+def _encode_texts(shard: _Shard, batch: list[Document]) -> Iterator[TokenDocument]:
+    vocabulary = shard.vocabulary
+    bos = np.array([] if vocabulary.bos is None else [vocabulary.bos], dtype=np.uint32)
+    eos = np.array([vocabulary.eos] if vocabulary.add_eos else [], dtype=np.uint32)
+    texts, prompts = [document.text for document in batch], [document.prompt for document in batch]
+    if not any(prompts):
+        for ids in vocabulary.encode_batch(texts):
+            yield TokenDocument(np.concatenate((bos, ids, eos)))
+        return
+    for ids, count in vocabulary.encode_pairs(prompts, texts):
+        prompt = len(bos) + count if count else 0
+        yield TokenDocument(np.concatenate((bos, ids, eos)), prompt=prompt)
 
 
 def _batches(shard: _Shard, size: int = 256) -> Iterator[list[Document]]:
@@ -211,14 +280,3 @@ def _merge(shards: list[_Shard], out: Path, parts: Path) -> None:
         raise ValueError(_no_text(shards[0].split, shards[0].source))
     merge_token_files(files, out)
     shutil.rmtree(parts, ignore_errors=True)
-
-
-@contextmanager
-def progress_bar(description: str = "tokenising") -> Generator[Progress]:
-    """A terminal bar with time left, to pass as `progress`."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(description), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task(description, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

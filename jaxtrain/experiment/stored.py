@@ -39,10 +39,15 @@ RESUMABLE = (
     "experiment.sharding",
     "experiment.microbatches",
     "experiment.fine_tuning.start.trust",
+    "experiment.data.packing",
+    "experiment.data.tokenizer.add_bos",
+    "experiment.data.tokenizer.add_eos",
+    "experiment.data.tokenizer.chat_template",
 )
 """Fields a resumed run may change. They do not change what is learned, except `health`'s reaction
-to spikes of the loss: each save has the skipped batches. A reducer is not one of them: compressed
-sums change what is learned, and `small_leaf` selects their leaves."""
+to spikes of the loss: each save has the skipped batches. Whether the data is the same, its digest
+says. A reducer is not one of them: compressed sums change what is learned, and `small_leaf` selects
+their leaves."""
 
 
 def own_attention(experiment: Any) -> str:
@@ -98,6 +103,9 @@ MOVED = {
     "jaxtrain.nn.rotary:Rope": "jaxtrain.nn.rotary.rope:Rope",
     "jaxtrain.nn.rotary:LinearScaling": "jaxtrain.nn.rotary.scaling:LinearScaling",
     "jaxtrain.nn.rotary:Llama3Scaling": "jaxtrain.nn.rotary.scaling:Llama3Scaling",
+    "jaxtrain.data.tokenizer:BpeTokenizer": "jaxtrain.tokenizers.bpe:BpeTokenizer",
+    "jaxtrain.data.tokenizer:ByteTokenizer": "jaxtrain.tokenizers.byte_values:ByteTokenizer",
+    "jaxtrain.data.tokenizer:TokenizerFile": "jaxtrain.tokenizers.file:TokenizerFile",
 } | {
     f"jaxtrain.models.block:{name}": f"jaxtrain.models.transformer.{file}:{name}"
     for file, names in {

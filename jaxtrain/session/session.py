@@ -219,7 +219,9 @@ def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
         raise ValueError(
             f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
             f"corpus (digest {old}, now {new}): its rows would not be the ones that come next; "
-            "bring the corpus back, or start a new run with another --run-dir"
+            "bring the corpus back, or start a new run with another --run-dir. Runs of earlier "
+            "versions had packing=DocumentStream() where documents have prompts, and "
+            "TokenizerFile(add_bos=False)"
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 
@@ -166,3 +166,15 @@ class Progress:
         self._bar = Bar(*columns, console=console, auto_refresh=False)
         self._bar.start()
         self._bar.add_task("", total=self._total, completed=self._start, text="")
+
+
+@contextmanager
+def progress_bar(description: str = "tokenising") -> Iterator[Callable[[int, int], None]]:
+    """A terminal bar of bytes with time left; called with (bytes done, bytes in all)."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn(description), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns) as bar:
+        task = bar.add_task(description, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -22,9 +22,12 @@ from jaxtrain.optim.precision import Precision
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import params_in_natural_order
 from jaxtrain.step.state import TrainState, averaged_params
+from jaxtrain.tokenizers.assistant_turns import Messages
+from jaxtrain.tokenizers.chat import ChatEncoder, Conversation, checked_messages
 from jaxtrain.validation.own_attention import SAMPLES, is_standard, kernel_name
 from jaxtrain.violations import count, raise_violations
 from jaxtrain.weights.loading import load, static_of
+from jaxtrain.weights.tokenizer_files import KeptTokenizer
 
 
 class Sampled(Protocol):
@@ -106,31 +109,36 @@ def generate_ids(
 
 def generate_text(
     path: str | Path,
-    prompt: str,
+    prompt: str | Messages,
     *,
     tokens: int = 200,
     temperature: float = 0.8,
     seed: int = 0,
     step: int | None = None,
     trust: Trust = (),
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Returns the continuation of `prompt` by the model of a run directory, or of a folder as
     `transformers` writes it; up to the end of the text, if the model ends it. Takes a run's
     averaged weights where it keeps them.
 
-    step: of a run, None for the newest of its durable checkpoints; newer ones that only the disks
+    prompt: a text, or the messages of a conversation, objects with `role` and `content`, by the
+    chat template of the tokenizer: the continuation is then the assistant's next turn. tools:
+    descriptions of the tools that it may call. step: of a
+    run, None for the newest of its durable checkpoints; newer ones that only the disks
     of a `LocalTier` have are ignored. trust: modules of your own (`"my_package"`, or a tuple) that
     are imported where a run's config.json names their classes or functions; no other code is.
-    Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer: before a
-    weight is read.
+    Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer, or none for
+    conversations.
     """
+    conversation = None if isinstance(prompt, str) else _unanswered(prompt, tools)
     raise_violations(sampling_violations(tokens, temperature, seed))
     model = load(path, step=step, trust=trust)
     if (tokenizer := model.tokenizer) is None:
         reason = f": {model.lacking}" if model.lacking else ""
         raise ValueError(f"{path} has no tokenizer, so nobody can say what its ids are{reason}")
-    text_ids = tokenizer.vocabulary.encode(prompt)
-    prompt_ids = [*([] if tokenizer.bos is None else [tokenizer.bos]), *text_ids]
+    first, text_ids, ends = _prompt_ids(tokenizer, conversation or str(prompt))
+    prompt_ids = [*first, *text_ids]
     raise_violations(_violations(model.config, prompt_ids, tokens, temperature))
     ids = sample_ids(
         static_of(model.config),
@@ -142,7 +150,29 @@ def generate_text(
         temperature=temperature,
         seed=seed,
     )
-    return following(tokenizer.vocabulary.decode, text_ids, until(ids, tokenizer.ends))
+    answer, decode = until(ids, ends), tokenizer.vocabulary.decode
+    return following(decode, text_ids, answer) if isinstance(prompt, str) else decode(answer)
+
+
+def _unanswered(messages: Messages, tools: list[dict[str, Any]] | None) -> Conversation:
+    """Returns a conversation that the assistant goes on with. Raises ValueError for another."""
+    conversation = Conversation(checked_messages(messages), tools)
+    if conversation.messages[-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's; end with one that it answers")
+    return conversation
+
+
+def _prompt_ids(
+    tokenizer: KeptTokenizer, prompt: str | Conversation
+) -> tuple[list[int], list[int], frozenset[int]]:
+    """Returns the id that begins a text, if there is one, a prompt's ids, and those that end what
+    follows."""
+    if isinstance(prompt, str):
+        first = [] if tokenizer.bos is None else [tokenizer.bos]
+        return first, tokenizer.vocabulary.encode(prompt), tokenizer.ends
+    with ChatEncoder(tokenizer.vocabulary) as chat:
+        end, ids = chat.end_of_turn(), chat.prompt(prompt)
+    return [], ids, tokenizer.ends if end is None else tokenizer.ends | {end}
 
 
 def sampling_violations(tokens: int, temperature: float, seed: int = 0) -> list[str]:

@@ -14,17 +14,22 @@ from typing import Any
 
 from jaxtrain.checkpoint.run_config import NAME
 from jaxtrain.data import ByteTokenizer
-from jaxtrain.data.tokenizer import LARGEST_ID, HuggingFaceVocabulary, Vocabulary, open_tokenizer
 from jaxtrain.experiment import FromHuggingFace, FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
-from jaxtrain.files.folder import file_of
-from jaxtrain.files.json_text import parse_json
-from jaxtrain.files.regular import read_text, write_text
+from jaxtrain.files.regular import write_text
+from jaxtrain.tokenizers import EOS, LARGEST_ID, HuggingFaceVocabulary, Vocabulary, open_tokenizer
+from jaxtrain.tokenizers.chat import ChatEncoder, folder_template
+from jaxtrain.tokenizers.settings import (
+    SETTINGS,
+    TOKENIZER,
+    json_object,
+    text_of,
+    token_text,
+    tokenizer_settings,
+)
 
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-GENERATION, SPECIAL = "generation_config.json", "special_tokens_map.json"
-TEMPLATE = "chat_template.jinja"
+GENERATION = "generation_config.json"
 ROWS = "max_position_embeddings"
 POSITIONS = "positions.json"
 """A run's: max_position_embeddings of the folder it began with."""
@@ -91,8 +96,8 @@ def tokenizer_files(vocabulary: Any, source: Path | None) -> dict[str, str]:
     tokenizer.json.
 
     source: a folder or a run. Its settings (bos, padding, the template of a chat) and its end
-    tokens are used if its tokenizer is the same one. Nothing is put before a text, whatever the
-    tokenizer or the settings say, since the training data was encoded so.
+    tokens are used if its tokenizer is the same one. A text begins as in the training data,
+    whatever the tokenizer or the settings say.
     """
     if isinstance(vocabulary, ByteTokenizer):
         vocabulary = vocabulary.published()
@@ -102,20 +107,34 @@ def tokenizer_files(vocabulary: Any, source: Path | None) -> dict[str, str]:
     declared = _settings_of_same(source, bare)
     settings = {k: v for k, v in declared.settings.items() if k not in ELSEWHERE}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": bare.eos_token}
-    more_ends = sorted({*declared.ids("eos")} - {bare.eos})
+    more_ends = sorted({*declared.ids("eos"), *_end_of_turn(bare)} - {bare.eos})
     numbers: dict[str, Any] = {"eos_token_id": [bare.eos, *more_ends] if more_ends else bare.eos}
     for name in ("bos", "pad"):
         number = bare.id_of(declared.token(name))
         numbers[f"{name}_token_id"] = (
             next(iter(declared.ids(name)), None) if number is None else number
         )
+    if vocabulary.bos is not None:
+        numbers["bos_token_id"] = vocabulary.bos
+        settings["bos_token"] = bare.token(vocabulary.bos)
     if numbers["bos_token_id"] is not None:
-        settings["add_bos_token"] = False
+        settings["add_bos_token"] = vocabulary.bos is not None
     if "add_eos_token" in settings:
         settings["add_eos_token"] = False
+    if bare.chat is not None:
+        settings = {**dict(bare.chat.tokens), **settings, "chat_template": bare.chat.stored}
     texts = {GENERATION: numbers, SETTINGS: settings}  # the last says that all are there
     shown = {k: json.dumps(v, indent=2, ensure_ascii=False) + "\n" for k, v in texts.items()}
-    return {TOKENIZER: bare.json, **shown}
+    return {TOKENIZER: bare.beginning_with(vocabulary.bos), **shown}
+
+
+def _end_of_turn(vocabulary: HuggingFaceVocabulary) -> set[int]:
+    """Returns the id that ends a turn in its chat template; none without a template that works."""
+    try:
+        with ChatEncoder(vocabulary) as chat:
+            return {end for end in (chat.end_of_turn(),) if end is not None}
+    except ValueError:
+        return set()
 
 
 def folder_tokenizer(folder: Path) -> KeptTokenizer | None:
@@ -140,9 +159,9 @@ def _tokenizer_of(folder: Path, content: str) -> KeptTokenizer:
             f"neither eos_token in {SETTINGS} nor eos_token_id in {NAME} or {GENERATION} "
             f"names a token of {TOKENIZER}; add one of them"
         )
-    vocabulary = HuggingFaceVocabulary(content, eos=eos)
+    vocabulary = HuggingFaceVocabulary(content, eos=eos, chat=folder_template(folder))
     return KeptTokenizer(
-        vocabulary, _bos(folder, vocabulary, declared), frozenset({vocabulary.eos, *numbers})
+        vocabulary, _bos(folder, vocabulary), frozenset({vocabulary.eos, *numbers})
     )
 
 
@@ -160,7 +179,7 @@ def run_tokenizer(run: Path, trust: Trust = ()) -> KeptTokenizer | None:
     if hasattr(tokenizer, "encode"):  # its own vocabulary, as a ByteTokenizer is
         vocabulary = tokenizer
     elif content is not None:
-        vocabulary = HuggingFaceVocabulary(content, eos=tokenizer.eos)
+        vocabulary = HuggingFaceVocabulary(content, eos=tokenizer.eos or EOS)
     else:
         raise ValueError(
             f"{run} keeps no {TOKENIZER}, and no file that its {NAME} names is opened, for a run "
@@ -184,18 +203,14 @@ class _TokenSettings:
 
     def token(self, name: str) -> str | None:
         """The text of bos, eos or pad."""
-        token = self.settings.get(f"{name}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        return token if isinstance(token, str) else None
+        return token_text(self.settings.get(f"{name}_token"))
 
     def ids(self, name: str) -> list[int]:
         return self.numbers.get(name, [])
 
 
 def _token_settings(folder: Path) -> _TokenSettings:
-    settings = {**json_object(folder / SPECIAL), **json_object(folder / SETTINGS)}
-    if (template := text_of(folder / TEMPLATE)) is not None:
-        settings.setdefault("chat_template", template)
+    settings = tokenizer_settings(folder)
     numbers: dict[str, list[int]] = {}
     for raw in (json_object(folder / NAME), json_object(folder / GENERATION)):
         for name in ("bos", "eos", "pad"):
@@ -224,33 +239,16 @@ def _token_of(content: str, number: int) -> str | None:
     return open_tokenizer(content).id_to_token(number)
 
 
-def _bos(folder: Path, vocabulary: HuggingFaceVocabulary, declared: _TokenSettings) -> int | None:
+def _bos(folder: Path, vocabulary: HuggingFaceVocabulary) -> int | None:
     """Returns the id that begins a text in `transformers`: the first token that the tokenizer's own
-    post-processor adds, or bos if add_bos_token or the tokenizer's class says so."""
+    post-processor adds, or bos if add_bos_token or the tokenizer's class says so. Raises ValueError
+    for files that cannot be read."""
     if (first := vocabulary.begins_with()) is not None:
         return first
-    raw, kind = json_object(folder / NAME), declared.settings.get("tokenizer_class")
-    built = raw.get("architectures")
+    settings, config = tokenizer_settings(folder), json_object(folder / NAME)
+    kind, built = settings.get("tokenizer_class"), config.get("architectures")
     adds_bos = isinstance(built, list) and any(name in BEGINS_TEXT for name in built)
     default = adds_bos if kind is None else "Llama" in str(kind)
-    first = raw.get("bos_token_id")
+    first = config.get("bos_token_id")
     valid = type(first) is int and 0 <= first < LARGEST_ID
-    return first if valid and declared.settings.get("add_bos_token", default) else None
-
-
-def text_of(path: Path) -> str | None:
-    """Returns a file's text, None where there is no file. Raises ValueError as `file_of` and
-    `read_text`."""
-    try:
-        return read_text(file_of(path.parent, path.name))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; {} where there is no file. Raises ValueError."""
-    try:
-        parsed = parse_json(text_of(path) or "{}")
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    return parsed if isinstance(parsed, dict) else {}
+    return first if valid and settings.get("add_bos_token", default) else None

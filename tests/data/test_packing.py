@@ -11,7 +11,7 @@ import pytest
 from jaxtrain.data.packing import PackedDataset, build_index
 from jaxtrain.data.permutation import shuffle
 from jaxtrain.data.token_file import TokenDocument, TokenStore, open_token_file, write_token_file
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.tokenizers import ByteTokenizer
 
 EOS = 256
 

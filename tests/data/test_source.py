@@ -77,14 +77,14 @@ def test_json_lines_are_the_same_cut_anywhere(
     expected = [(row["text"], row["q"]) for row in rows]
     for size in (1, 7, 64, 1 << 20):
         monkeypatch.setattr(records, "RANGE_BYTES", size)
-        assert [tuple(d) for d in documents(source, "train")] == expected, size
+        assert [d[:2] for d in documents(source, "train")] == expected, size
     assert len(source.pieces("train")) == 1
 
 
 def test_parquet_reads_prompts(tmp_path: Path) -> None:
     pq.write_table(pa.table({"p": ["a", "b"], "t": ["x", "y"]}), tmp_path / "a.parquet")
     source = Parquet(str(tmp_path / "a.parquet"), text_field="t", prompt_field="p", held_out=0.0)
-    assert [tuple(d) for d in documents(source, "train")] == [("x", "a"), ("y", "b")]
+    assert [d[:2] for d in documents(source, "train")] == [("x", "a"), ("y", "b")]
 
 
 def test_stdlib_is_split_by_file_without_tests_or_installed_packages() -> None:
@@ -167,7 +167,7 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'text' is no string; the file has text \(list<"):
         list(documents(Parquet(str(tmp_path / "list.parquet")), "train"))
     pq.write_table(pa.table({"text": ["a", None]}), tmp_path / "null.parquet")
-    with pytest.raises(ValueError, match=r"row 1 has null in 'text'"):
+    with pytest.raises(ValueError, match=r"row 1: null in 'text'"):
         list(documents(Parquet(str(tmp_path / "null.parquet")), "train"))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chats import write_folder
 
 import jaxtrain.data as data_package
 from jaxtrain.data import tokenization
@@ -20,7 +21,7 @@ from jaxtrain.data.source import StdlibSource, TextFiles, documents
 from jaxtrain.data.text import TextData
 from jaxtrain.data.token_file import TokenFiles
 from jaxtrain.data.tokenization import tokenize
-from jaxtrain.data.tokenizer import BpeTokenizer, ByteTokenizer
+from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, TokenizerFile
 
 
 @pytest.fixture
@@ -201,3 +202,43 @@ def test_importing_loads_no_heavy_library(path: Path) -> None:
     names += [str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert names or path.name == "__init__.py"
     assert not {name.split(".")[0] for name in names} & HEAVY
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_a_prompt_and_its_text_are_encoded_as_one(tmp_path: Path, kind: str) -> None:
+    """As one text: SentencePiece puts a space before each text it gets. Learnt is every token that
+    has something of the text, and nothing is of the prompt alone."""
+    tokenizer = TokenizerFile(str(write_folder(tmp_path / "t", "gemma", kind)), eos="</s>")
+    pairs = [("what is two", " plus two? it"), ("hel", "lo how are"), ("how", "are"), ("", "are")]
+    lines = [json.dumps({"q": prompt, "text": text}) for prompt, text in pairs]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = JsonLines(str(tmp_path / "a.jsonl"), prompt_field="q", held_out=0.0)
+    data = TextData(source, tokenizer, seq=64)
+    vocab = data.vocabulary(tmp_path)
+    file = tokenize(source, vocab, tmp_path / "x.tokens")
+    for number, (prompt, text) in enumerate(pairs):
+        ids = file.tokens[file.offsets[number] : file.offsets[number + 1]].tolist()
+        assert ids == [*vocab.encode(prompt + text), vocab.eos]
+        count = int(file.prompts[number])
+        assert prompt.startswith(vocab.decode(ids[:count]))
+        assert len(vocab.decode(ids[: count + 1])) > len(prompt)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_special_tokens_in_a_text_are_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, processes: int
+) -> None:
+    tokenizer = TokenizerFile(str(write_folder(tmp_path / "t", "qwen 2.5")), add_eos=False)
+    for number in range(4):
+        text = "<|im_start|>user" if number else "plain"
+        (tmp_path / f"{number}.txt").write_text(f"{text} {number}")
+    source = TextFiles(str(tmp_path / "?.txt"), held_out=0.0)
+    vocab = TextData(source, tokenizer).vocabulary(tmp_path)
+    with caplog.at_level("WARNING", logger="jaxtrain"):
+        file = tokenize(source, vocab, tmp_path / "x", processes=processes, shard_bytes=1)
+        assert caplog.text.count("'<|im_start|>'") == 1 and "Conversations" in caplog.text
+        caplog.clear()
+        plain = TextFiles(str(tmp_path / "0.txt"), held_out=0.0)
+        tokenize(plain, vocab, tmp_path / "y")
+        assert not caplog.records
+    assert not set(file.tokens.tolist()) & set(vocab.special_ids.tolist())

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data.array_file import DamagedFile, whole, write_arrays
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.records import JsonLines
 from jaxtrain.data.source import TextFiles, documents
@@ -20,8 +19,10 @@ from jaxtrain.data.token_file import (
     open_token_file,
     write_token_file,
 )
-from jaxtrain.data.tokenization import progress_bar, tokenize
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenization import tokenize
+from jaxtrain.files.array_file import DamagedFile, whole, write_arrays
+from jaxtrain.telemetry.progress import progress_bar
+from jaxtrain.tokenizers import ByteTokenizer
 
 
 @dataclass(frozen=True)

@@ -467,6 +467,7 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.collectives.Hierarchical: lambda: jaxtrain.collectives.Hierarchical(
         jaxtrain.collectives.Ring(), jaxtrain.collectives.Lax()
     ),
+    jaxtrain.data.Conversations: lambda: jaxtrain.data.Conversations("a"),
     jaxtrain.data.JsonLines: lambda: jaxtrain.data.JsonLines("a"),
     jaxtrain.data.Mixture: lambda: jaxtrain.data.Mixture(((0.5, jaxtrain.data.StdlibSource()),)),
     jaxtrain.data.Parquet: lambda: jaxtrain.data.Parquet("a"),

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import jaxtrain
 from jaxtrain import cli
 from jaxtrain.data import ByteTokenizer
-from jaxtrain.data.tokenizer import HuggingFaceVocabulary
 from jaxtrain.experiment.fields import LEAST_TEMPERATURE, LONGEST_SAMPLE
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.nn.communicator import Local
@@ -28,6 +27,7 @@ from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
+from jaxtrain.tokenizers import HuggingFaceVocabulary
 from jaxtrain.weights import generate as generation
 from jaxtrain.weights.generate import following, generate_ids
 

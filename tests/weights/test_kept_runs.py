@@ -19,10 +19,10 @@ import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, cli
 from jaxtrain.checkpoint.run_config import refuse_other_experiment
 from jaxtrain.checkpoint.storage import committed_steps
-from jaxtrain.data.tokenizer import HuggingFaceVocabulary
 from jaxtrain.experiment import RESUMABLE, completed, config_of
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.state_format.manifest import read_manifest, write_manifest
+from jaxtrain.tokenizers import HuggingFaceVocabulary
 from jaxtrain.weights import loading
 from jaxtrain.weights.loading import load, record_run
 from jaxtrain.weights.tokenizer_files import GENERATION, SETTINGS, TOKENIZER
@@ -357,6 +357,8 @@ def test_what_is_refused_is_refused_before_a_weight_is_read(
     experiment: jaxtrain.Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
+    bare = replace(experiment.data.tokenizer, add_bos=False)  # an empty prompt is one with bos
+    experiment = replace(experiment, data=replace(experiment.data, tokenizer=bare))
     train(experiment, run)
 
     def never(*_: Any) -> Any:

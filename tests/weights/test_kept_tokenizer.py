@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from jaxtrain.data import ByteTokenizer
-from jaxtrain.data.tokenizer import HuggingFaceVocabulary
+import jaxtrain
+from jaxtrain.data import ByteTokenizer, TokenizerFile
+from jaxtrain.tokenizers import HuggingFaceVocabulary
 from jaxtrain.weights.tokenizer_files import folder_tokenizer, record_tokenizer, tokenizer_files
 
 IDS = {"a": 0, "<s>": 1, "</s>": 2, "?": 3, "<end>": 4, "<pad>": 5}
@@ -184,3 +186,61 @@ def test_transformers_reads_what_is_handed_on(tmp_path: Path) -> None:
     assert found.chat_template == "{{ messages }}"
     generation = transformers.GenerationConfig.from_pretrained(out)
     assert (generation.bos_token_id, generation.eos_token_id) == (1, [2, 4])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("own", [True, False], ids=["post-processor", "settings"])
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_texts_begin_in_training_in_the_run_and_in_transformers_alike(
+    tmp_path: Path, own: bool, add_bos: bool | None
+) -> None:
+    """As the tokenizer's own post-processor, or the field, says."""
+    told = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    source = written(tmp_path / "s", adds=own, told=told, config={**LLAMA, "bos_token_id": 1})
+    value = TokenizerFile(str(source / "tokenizer.json"), add_bos=add_bos)
+    vocabulary = value.build(lambda: iter(()), corpus="", cache_dir=tmp_path)
+    assert vocabulary.eos_token == "</s>"
+    begins = [1] if add_bos or (add_bos is None and own) else []
+    (tmp_path / "text.txt").write_text("a a")
+    files = jaxtrain.TextFiles(str(tmp_path / "text.txt"), held_out=0.0)
+    data = jaxtrain.TextData(files, value, seq=3 + len(begins))
+    dataset = data.open("train", seed=0, cache_dir=tmp_path)
+    row = {name: part[0].tolist() for name, part in dataset.rows(np.arange(1)).items()}
+    assert row["tokens"] == [*begins, 0, 0, 2] and dataset.encode("a a") == [*begins, 0, 0]
+    assert row["weights"] == [*([1] if begins else []), 1, 1, 0]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    for name, text in tokenizer_files(vocabulary, source).items():
+        (tmp_path / "run" / name).write_text(text)
+    kept = folder_tokenizer(tmp_path / "run")
+    assert kept is not None and kept.bos == (begins[0] if begins else None)
+    assert kept.vocabulary.encode("a a") == [0, 0]
+    (tmp_path / "run" / "config.json").write_text(json.dumps({**LLAMA, "model_type": "llama"}))
+    why = "compares with transformers; pip install '.[parity]'"
+    transformers: Any = pytest.importorskip("transformers", reason=why)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert theirs("a a").input_ids == [*begins, 0, 0]
+
+
+def test_a_document_may_end_without_eos(tmp_path: Path) -> None:
+    source = written(tmp_path / "s", adds=False, told={"eos_token": "</s>"}, config={})
+    value = TokenizerFile(str(source / "tokenizer.json"), add_eos=False)
+    (tmp_path / "text.txt").write_text("a a a")
+    files = jaxtrain.TextFiles(str(tmp_path / "text.txt"), held_out=0.0)
+    dataset = jaxtrain.TextData(files, value, seq=3).open("train", seed=0, cache_dir=tmp_path)
+    assert dataset.rows(np.arange(1))["tokens"].tolist() == [[0, 0, 0]]
+    with pytest.raises(ValueError, match=r"add_bos=True, and .* names no"):
+        value = TokenizerFile(str(source / "tokenizer.json"), add_bos=True)
+        value.build(lambda: iter(()), corpus="", cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if messages[0].role == 'system' %}x{% endif %}", "{% if %}"]
+)
+def test_a_template_that_no_conversation_needs_stops_nothing(tmp_path: Path, template: str) -> None:
+    source = written(tmp_path / "s", adds=False, told={"eos_token": "</s>"}, config={})
+    (source / "chat_template.jinja").write_text(template)
+    value = TokenizerFile(str(source)).build(lambda: iter(()), corpus="", cache_dir=tmp_path)
+    files = tokenizer_files(value, None)
+    assert json.loads(files["tokenizer_config.json"])["chat_template"] == template
+    assert json.loads(files["generation_config.json"])["eos_token_id"] == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxtrain.data.array_file import ArraySpec, DamagedFile, open_arrays, whole, write_arrays
+from jaxtrain.files.array_file import ArraySpec, DamagedFile, open_arrays, whole, write_arrays
 
 ARRAYS = {
     "a": np.arange(1000, dtype=np.uint16),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxtrain.data.tokenizer import (
+from jaxtrain.tokenizers import (
     BpeTokenizer,
     ByteTokenizer,
     HuggingFaceVocabulary,

@@ -1,0 +1,123 @@
+"""A source of conversations, in JSON Lines or Parquet."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.data.records import json_records, line_ranges, located, parquet_records
+from jaxtrain.data.source import Document, FileSource, Piece
+from jaxtrain.tokenizers.chat import LEARN, Conversation, checked_messages, kind_of, refuse_no_json
+
+if TYPE_CHECKING:
+    import pyarrow
+
+log = logging.getLogger(__name__)
+
+PARQUET = ".parquet"
+
+
+@dataclass(frozen=True)
+class Conversations(FileSource):
+    """Conversations: one JSON object a line, or one row of a file whose name ends in .parquet. The
+    tokenizer's chat template makes them text; only what the assistant writes is learnt.
+
+    A message is an object with a `role` (system, user, assistant, tool, ..) and a `content`, a text
+    or a list of parts; with what else the template reads, such as `tool_calls`. A conversation
+    without messages of the assistant is refused, and so is one that the template refuses, each with
+    file and line or row.
+
+    messages_field: the key or column of the messages. tools_field: that of the tools that may be
+    called, a list of descriptions or JSON text of one; None for no tools. learn: the assistant's
+    turns that are learnt, `all` or the `last`.
+    """
+
+    messages_field: str = field(default="messages", kw_only=True)
+    tools_field: str | None = field(default=None, kw_only=True)
+    learn: str = field(default="all", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learn not in LEARN:
+            raise ValueError(f"Conversations: learn={self.learn!r}; use {' or '.join(LEARN)}")
+
+    def split_file(self, piece: Piece) -> Iterator[Piece]:
+        return iter((piece,)) if _is_parquet(piece) else line_ranges(piece)
+
+    def read(self, piece: Piece, split: str) -> Iterator[Document]:
+        columns = [name for name in (self.messages_field, self.tools_field) if name]
+        if _is_parquet(piece):
+            rows = parquet_records(piece, columns, _no_lists)
+            records = ((place, _without_nulls(row)) for place, row in rows)
+        else:
+            records = json_records(piece)
+        with_tools, count = False, 0
+        for place, record in records:
+            with_tools, count = with_tools or self.tools_field in record, count + 1
+            document = located(place, self._document, record)._replace(place=place)
+            if self.belongs(document, split):
+                yield document
+        if self.tools_field and count and not with_tools:
+            log.warning("%s: no conversation has a field %r", piece.path, self.tools_field)
+
+    def _document(self, record: dict[str, Any]) -> Document:
+        if self.messages_field not in record:
+            have = ", ".join(map(repr, record))
+            raise ValueError(f"no field {self.messages_field!r}; there is {have or 'none'}")
+        messages = checked_messages(_parsed(record[self.messages_field]))
+        tools = _tools(record.get(self.tools_field)) if self.tools_field else None
+        written = [m for m in messages if m["role"] == "assistant"]
+        if not written:
+            roles = ", ".join(repr(role) for role in dict.fromkeys(m["role"] for m in messages))
+            raise ValueError(
+                f"no message of the assistant, so nothing in it would be learnt; roles are {roles}"
+            )
+        rest = [m for m in messages if m["role"] != "assistant"]
+        texts = (json.dumps(part, ensure_ascii=False) for part in (written, [tools, *rest]))
+        return Document(*texts, conversation=Conversation(messages, tools, self.learn))
+
+
+def _is_parquet(piece: Piece) -> bool:
+    return Path(piece.path).suffix == PARQUET
+
+
+def _no_lists(column: pyarrow.Field) -> str | None:
+    import pyarrow as pa
+
+    types = pa.types
+    lists = (types.is_list, types.is_large_list, types.is_string, types.is_large_string)
+    return None if any(is_one(column.type) for is_one in lists) else f"{column.name!r} is no list"
+
+
+def _tools(value: object) -> list[dict[str, Any]] | None:
+    tools = _parsed(value)
+    if isinstance(tools, str):
+        raise ValueError("tools are a text that is not JSON")
+    if tools is None or tools == []:
+        return None
+    refuse_no_json("tools", tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"tools are a list of objects, these are {kind_of(value)}")
+    return tools
+
+
+def _parsed(value: object) -> object:
+    """Returns a value, or what a text of JSON says."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value of JSON without keys whose value is null, which Parquet writes into every row
+    that lacks them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value

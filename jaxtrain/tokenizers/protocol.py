@@ -1,0 +1,75 @@
+"""Interfaces of tokenizers: the value in an experiment file, and what encodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+EOS = "<|endoftext|>"
+
+
+class Vocabulary(Protocol):
+    """A tokenizer at work. Picklable, so that other processes can encode with it."""
+
+    @property
+    def size(self) -> int:
+        """Every id is below it."""
+        ...
+
+    @property
+    def eos(self) -> int:
+        """Ends a text; `encode` never gives it."""
+        ...
+
+    @property
+    def bos(self) -> int | None:
+        """Begins each document, None for nothing; `encode` never gives it."""
+        ...
+
+    @property
+    def add_eos(self) -> bool:
+        """True if eos ends each document."""
+        ...
+
+    @property
+    def special(self) -> Sequence[str]:
+        """Texts of the special tokens: `encode` takes them for text."""
+        ...
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """[size] int32: bytes of text each id stands for, 0 for special ones."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """Equal keys encode equally."""
+        ...
+
+    def save(self, folder: Path) -> str:
+        """Keep it in `folder`; the Python expression an experiment names it by."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def encode_pairs(
+        self, prompts: Sequence[str], texts: Sequence[str]
+    ) -> list[tuple[np.ndarray, int]]:
+        """For each prompt and the text behind it, encoded as one: (ids, the first so many that have
+        nothing of the text)."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Tokenizer(Protocol):
+    def build(
+        self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
+    ) -> Vocabulary:
+        """`texts()` is the train split, read only if needed; `corpus` is its fingerprint."""
+        ...
