@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent / "jaxtrain"
 
 LAYERS = {
     "files": 0,
+    "notices": 0,
     "overlap": 0,
     "program": 0,
     "public": 0,
@@ -30,8 +31,9 @@ LAYERS = {
     "telemetry": 1,
     "tokenizers": 1,
     "checkpoint": 2,
+    "sources": 2,
     "collectives": 2,
-    "data": 2,
+    "data": 3,
     "attention": 3,
     "quantization": 3,
     "context": 4,

@@ -15,11 +15,11 @@ import pytest
 import jaxtrain
 from jaxtrain import cli
 from jaxtrain.data import ByteTokenizer
-from jaxtrain.data.source import documents
 from jaxtrain.experiment import config_of, with_fields
 from jaxtrain.huggingface.config import family_and_fields
 from jaxtrain.pipeline.schedule import ENTRIES, make_schedule
 from jaxtrain.pipeline.table_file import read_schedule
+from jaxtrain.sources import documents
 from jaxtrain.weights.loading import load
 from jaxtrain.weights.tokenizer_files import folder_tokenizer
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.dataset import Batch, check_split
+from jaxtrain.data.dataset import Batch
+from jaxtrain.sources.document import check_split
 
 
 @dataclass(frozen=True)

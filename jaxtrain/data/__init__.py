@@ -9,19 +9,27 @@ To read first: GPT-3's appendix B (Brown et al. 2020) on mixtures and packing, a
 """
 
 from jaxtrain.data.batch_size import BatchRamp, batch_of, first_row, rows_of_step
-from jaxtrain.data.conversations import Conversations
-from jaxtrain.data.dataset import SPLITS, Batch, Data, Dataset
+from jaxtrain.data.dataset import Batch, Data, Dataset
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.mixture import Mixture, MixtureDataset
 from jaxtrain.data.ngram import reference_bits
 from jaxtrain.data.packing import PackedDataset
-from jaxtrain.data.records import JsonLines, Parquet
-from jaxtrain.data.source import Document, Piece, StdlibSource, TextFiles
 from jaxtrain.data.synthetic import BigramChain
 from jaxtrain.data.text import TextData
 from jaxtrain.data.token_file import TokenFile, TokenFiles, open_token_file, write_token_file
 from jaxtrain.data.tokenization import tokenize
 from jaxtrain.data.whole import DocumentStream, WholeDocuments
+from jaxtrain.sources import (
+    Conversations,
+    Csv,
+    Document,
+    JsonLines,
+    Parquet,
+    Piece,
+    StdlibSource,
+    TextFiles,
+)
+from jaxtrain.sources.document import SPLITS
 from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, TokenizerFile
 
 __all__ = [
@@ -32,6 +40,7 @@ __all__ = [
     "BpeTokenizer",
     "ByteTokenizer",
     "Conversations",
+    "Csv",
     "Data",
     "Dataset",
     "Document",

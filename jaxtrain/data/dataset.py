@@ -21,8 +21,6 @@ Batch = dict[str, np.ndarray]
                         where all are 1
 """
 
-SPLITS = ("train", "held_out")
-
 
 class Dataset(Protocol):
     """Rows in random access.
@@ -57,8 +55,3 @@ class Data(Protocol):
     def open(self, split: str, *, seed: int, cache_dir: Path) -> Dataset:
         """The split `train` or `held_out`; whatever is derived may be kept in `cache_dir`."""
         ...
-
-
-def check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r} does not exist; use one of {', '.join(SPLITS)}")

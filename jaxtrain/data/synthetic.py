@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.dataset import Batch, check_split
+from jaxtrain.data.dataset import Batch
+from jaxtrain.sources.document import check_split
 from jaxtrain.violations import INT32_MAX, count
 
 

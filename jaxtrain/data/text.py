@@ -10,16 +10,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.conversations import Conversations
-from jaxtrain.data.dataset import Dataset, check_split
+from jaxtrain.data.dataset import Dataset
 from jaxtrain.data.mixture import Mixture, MixtureDataset
 from jaxtrain.data.packing import PackedDataset
-from jaxtrain.data.source import Document, Source, StdlibSource, documents, fingerprint
 from jaxtrain.data.token_file import TokenFile, TokenFiles, TokenStore
-from jaxtrain.data.tokenization import ENCODING, chat_key, tokenize
+from jaxtrain.data.tokenization import ENCODING, chat_key, encode_conversation, tokenize
 from jaxtrain.data.whole import DocumentStream, WholeDataset, WholeDocuments
 from jaxtrain.files.array_file import DamagedFile
 from jaxtrain.files.stores import local_path
+from jaxtrain.notices import Share, notice, size
+from jaxtrain.sources import Conversations, Document, Source, StdlibSource, documents, fingerprint
+from jaxtrain.sources.document import check_split
 from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer, TokenizerFile, Vocabulary
 from jaxtrain.tokenizers.chat import ChatEncoder
 from jaxtrain.violations import INT32_MAX, count, raise_violations
@@ -27,6 +28,7 @@ from jaxtrain.violations import INT32_MAX, count, raise_violations
 log = logging.getLogger(__name__)
 
 HELD_OUT_SEED = 0
+_USE = {"train": "train on", "held_out": "evaluate on"}
 
 
 @dataclass(frozen=True)
@@ -124,26 +126,29 @@ class TextData:
 
     def absent(self, splits: Iterable[str]) -> list[str]:
         """Returns a message for each part that this machine lacks: a pattern that matches no file,
-        the tokenizer's file, a chat template that works. The corpus is listed, not read."""
+        the tokenizer's file, a chat template that works. Of each part the first document is read.
+        """
         missing = self.tokenizer.absent() if isinstance(self.tokenizer, TokenizerFile) else []
-        if not missing and any(isinstance(source, Conversations) for _, source in self._parts()):
-            missing += self._template_violations()
+        has_tokenizer = not missing
         for split, (_, source) in itertools.product(splits, self._parts()):
-            list_files = source.files if isinstance(source, TokenFiles) else source.pieces
             try:
-                list_files(split)
+                if isinstance(source, TokenFiles):
+                    source.files(split)
+                    continue
+                first = _first(source, split)
+                if isinstance(source, Conversations) and has_tokenizer:
+                    self._encode(first)
             except (ValueError, OSError) as error:
                 missing.append(str(error))
         return list(dict.fromkeys(missing))
 
-    def _template_violations(self) -> list[str]:
-        """Returns what keeps the tokenizer from encoding conversations."""
-        try:
-            assert isinstance(self.tokenizer, TokenizerFile)
-            with ChatEncoder(self.tokenizer.build(lambda: iter(()), corpus="", cache_dir=Path())):
-                return []
-        except ValueError as error:
-            return [str(error)]
+    def _encode(self, document: Document | None) -> None:
+        """Encodes a conversation, None for none. Raises ValueError where its template does not."""
+        assert isinstance(self.tokenizer, TokenizerFile)
+        vocabulary = self.tokenizer.build(lambda: iter(()), corpus="", cache_dir=Path())
+        with ChatEncoder(vocabulary) as chat:
+            if document is not None:
+                encode_conversation(chat, document)
 
     @property
     def has_text(self) -> bool:
@@ -153,6 +158,12 @@ class TextData:
 
     def _parts(self) -> tuple[tuple[float, Any], ...]:
         return self.source.parts if isinstance(self.source, Mixture) else ((1.0, self.source),)
+
+
+def _first(source: Source, split: str) -> Document | None:
+    """Returns the first document of a source's first file, None if it has none."""
+    pieces = source.pieces(split)
+    return next(iter(source.read(pieces[0], split)), None) if pieces else None
 
 
 def _store(
@@ -171,9 +182,13 @@ def _cached_tokens(
     if isinstance(source, Conversations):
         made_of += (chat_key(vocabulary),)
     path = cache_dir / f"{sha256(repr(made_of).encode()).hexdigest()[:24]}.tokens"
+    if not path.exists():
+        bytes_of_text = sum(piece.stop - piece.start for piece in source.pieces(split))
+        notice(f"tokenising {size(bytes_of_text)} of data to {_USE[split]}")
+    share = Share("tokenising")
     try:
-        return tokenize(source, vocabulary, path, split=split)
+        return tokenize(source, vocabulary, path, split=split, progress=share)
     except DamagedFile as error:
         log.warning("%s: tokenising the corpus again", error)
         path.unlink(missing_ok=True)
-        return tokenize(source, vocabulary, path, split=split)
+        return tokenize(source, vocabulary, path, split=split, progress=share)

@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.dataset import check_split
 from jaxtrain.data.permutation import below, random_bits
-from jaxtrain.data.source import as_tuple, check_fraction, check_paths, split_files
 from jaxtrain.files.array_file import (
     VERIFY_BYTES,
     ArraySpec,
@@ -32,8 +30,12 @@ from jaxtrain.files.array_file import (
     whole,
     write_arrays,
 )
+from jaxtrain.sources.document import check_fraction, check_split
+from jaxtrain.sources.files import as_tuple, check_paths, split_files
 
 KIND = "tokens"
+TOKENS = ".tokens"
+"""Suffix of token files in a folder."""
 FORMAT = 1
 
 
@@ -207,7 +209,7 @@ class TokenFiles:
 
     def files(self, split: str) -> list[str]:
         """Returns the split's files. Raises ValueError with each pattern that matches none."""
-        paths = split_files(as_tuple(self.paths), as_tuple(self.held_out_paths), split)
+        paths = split_files(as_tuple(self.paths), as_tuple(self.held_out_paths), split, (TOKENS,))
         if not paths:
             raise ValueError(f"every file of paths={self.paths!r} is in held_out_paths")
         return paths

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.conversations import Conversations
-from jaxtrain.data.source import Document, Piece, Source, fingerprint
 from jaxtrain.data.token_file import (
     TokenDocument,
     TokenFile,
@@ -29,6 +27,7 @@ from jaxtrain.data.token_file import (
 )
 from jaxtrain.files.array_file import DamagedFile, UnwritableFile
 from jaxtrain.files.stores import local_path
+from jaxtrain.sources import Conversations, Document, Piece, Source, documents, fingerprint
 from jaxtrain.tokenizers import Vocabulary
 from jaxtrain.tokenizers.chat import ChatEncoder
 from jaxtrain.tokenizers.spelled import pattern_of
@@ -217,6 +216,7 @@ def _tokenize_shard(shard: _Shard) -> str | None:
 def _encode(shard: _Shard, spelled: list[str]) -> Iterator[TokenDocument]:
     """Encodes documents; puts the first special token that a text spells into `spelled`."""
     special = pattern_of(shard.vocabulary.special)
+    refused: list[str] = []
     with ExitStack() as stack:
         chat = None
         groups = (groupby(batch, lambda d: d.conversation is None) for batch in _batches(shard))
@@ -229,10 +229,21 @@ def _encode(shard: _Shard, spelled: list[str]) -> Iterator[TokenDocument]:
                 yield from _encode_texts(shard, batch)
                 continue
             chat = chat or stack.enter_context(ChatEncoder(shard.vocabulary))
-            yield from (_encode_conversation(chat, document) for document in group)
+            for document in group:
+                try:
+                    yield encode_conversation(chat, document)
+                except ValueError as error:
+                    # Of a template that is ended every later conversation would be refused.
+                    if getattr(shard.source, "on_bad", "refuse") != "skip" or not chat.is_open:
+                        raise
+                    refused.append(str(error))
+        if refused:
+            first = refused[0]
+            log.warning("%d conversations are left out, the first: %s", len(refused), first)
 
 
-def _encode_conversation(chat: ChatEncoder, document: Document) -> TokenDocument:
+def encode_conversation(chat: ChatEncoder, document: Document) -> TokenDocument:
+    """Returns a document's conversation as tokens. Raises ValueError with its place."""
     assert document.conversation is not None
     try:
         ids, learnt = chat.encode(document.conversation)
@@ -270,7 +281,14 @@ def _batches(shard: _Shard, size: int = 256) -> Iterator[list[Document]]:
 
 
 def _no_text(split: str, source: Source) -> str:
-    return f"split {split!r} of {source} has no text; add documents, or change held_out"
+    other = islice(documents(source, "train"), 2) if split == "held_out" else ()
+    if (count := len(list(other))) == 1:
+        return (
+            "the corpus is one document, which is trained on, and none is held out: cut it into "
+            'documents (TextFiles(..., separator="\\n\\n")), or use evaluation=None and held_out=0'
+        )
+    few = "" if not count else "; documents are held out by a hash of each, and these are few"
+    return f"split {split!r} of {source} has no text{few}: add documents, or change held_out"
 
 
 def _merge(shards: list[_Shard], out: Path, parts: Path) -> None:

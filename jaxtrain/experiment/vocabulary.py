@@ -43,6 +43,7 @@ from jaxtrain.data import (
     BpeTokenizer,
     ByteTokenizer,
     Conversations,
+    Csv,
     JsonLines,
     Mixture,
     Parquet,
@@ -52,7 +53,6 @@ from jaxtrain.data import (
     TokenFiles,
     TokenizerFile,
 )
-from jaxtrain.data.source import Source
 from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.moe.block_loop import BlockLoop
@@ -75,6 +75,7 @@ from jaxtrain.optim.schedule import (
     linear_decay,
     one_minus_sqrt,
 )
+from jaxtrain.sources import Source
 from jaxtrain.tokenizers import Tokenizer
 from jaxtrain.transformer.families import FAMILIES
 from jaxtrain.transformer.feed_forward import Activation, gelu_exact, gelu_tanh, silu
@@ -102,7 +103,7 @@ PROTOCOLS: dict[Any, tuple[type, ...]] = {
     RopeScaling: (LinearScaling, Llama3Scaling, Yarn, DynamicNtk, LongRope),
     Router: (SoftmaxRouter, SigmoidRouter),
     RateSchedule: (Constant, WarmupCosine, WarmupLinear, WarmupStableDecay, InverseSqrt),
-    Source: (StdlibSource, TextFiles, JsonLines, Parquet, Conversations),
+    Source: (StdlibSource, TextFiles, JsonLines, Csv, Parquet, Conversations),
     Tokenizer: (ByteTokenizer, BpeTokenizer, TokenizerFile),
 }
 

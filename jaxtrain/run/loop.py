@@ -6,7 +6,7 @@ import io
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from jaxtrain.files.cache import cache_directory
 from jaxtrain.files.stores import local_path
 from jaxtrain.health.checks import HealthChecks, WrongNumbers
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
+from jaxtrain.notices import told_to
 from jaxtrain.run.callback import Callback, Running
 from jaxtrain.run.directory import (
     RunDirectory,
@@ -56,6 +57,7 @@ from jaxtrain.session.rates import Rates
 from jaxtrain.session.session import Session, open_session
 from jaxtrain.step.running_kernels import documents_room
 from jaxtrain.telemetry.metrics import read_metrics
+from jaxtrain.telemetry.progress import Lines
 
 
 def train(
@@ -96,7 +98,7 @@ def train(
     user_callbacks = callbacks_of(experiment, callbacks)
     config = {} if run is None else {"experiment": config_of(experiment)}
     last_held = _refuse(run, config, experiment, fresh=fresh)
-    with ExitStack() as stack, memory_remedies(spec):
+    with ExitStack() as stack, memory_remedies(spec), told_to(lines_to(stream)):
         place = stack.enter_context(staged(run)) if fresh and run is not None else run
         saves = checkpoints_of(place, experiment, spec)
         if saves is not None:
@@ -118,6 +120,17 @@ def train(
         loop = _Loop(result, session, saves, directory, out, last, user_callbacks)
         stack.callback(loop.close)
         return loop.run_to_end()
+
+
+def lines_to(stream: TextIO | None) -> Callable[[str], None]:
+    """Returns a function that writes lines to the stream, None for the standard output, in the
+    first of all processes; before the run has its own."""
+
+    def tell(text: str) -> None:
+        if jax.process_index() == 0:
+            Lines(stream or sys.stdout).write(text)
+
+    return tell
 
 
 def _refuse(
@@ -229,7 +242,8 @@ class _Loop:
         self.saves.begin()
         self.tell(headline(self.session, self.run.last))
         self.health.begin()
-        with self.hooks.ended(), memory_remedies(self.session.assembly.spec):
+        remedies = memory_remedies(self.session.assembly.spec)
+        with self.hooks.ended(), remedies, told_to(self.tell):
             try:
                 self.loop()
             except KeyboardInterrupt:

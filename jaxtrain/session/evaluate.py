@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxtrain.models.scales import scales_of_weights
+from jaxtrain.notices import notice
 from jaxtrain.quantization.delayed import SCALES
 from jaxtrain.session.rows import WEIGHTS, Ended, open_split, refuse_cut_off, refuse_other_fields
 from jaxtrain.step.assembly import Assembly
@@ -58,6 +59,7 @@ class Evaluator:
             for part in parts[-1:]:
                 part.result()
             if self.program is None:
+                notice("compiling the evaluation")
                 self._step = self._step.lower(params, state.rest, rows).compile()
             parts.append(self._dispatcher.submit(self._run, params, state.rest, rows))
         results = [part.result() for part in parts]

@@ -21,6 +21,7 @@ from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.mesh.spare_memory import spare_bytes
+from jaxtrain.notices import notice
 from jaxtrain.session.batches import Batches
 from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.session.restore import restore_state
@@ -181,6 +182,7 @@ def open_session(
         shapes = natural_shapes(assembly)
         share_failure(lambda: checkpoints.check_space(shapes))  # last: it makes the directory
     phases.enter("compile")
+    notice("compiling the step" + (f", restoring step {start}" if start else ""))
     began = time.perf_counter()
     # XLA compiles outside Python's lock: the step's program and the initial state's at once.
     with ThreadPoolExecutor(1) as pool:

@@ -1,9 +1,9 @@
 """Metrics of a run: `metrics.jsonl`, TensorBoard events, and reading a device one step late.
 
-`metrics.jsonl` is one strict JSON object per logged step, steps strictly increasing. A number that
-is not finite is written as null, with "<name>_nonfinite" beside it saying "nan", "inf" or "-inf";
-`read_metrics` gives the number back. A list is of all processes, in their order, and finite; events
-have none.
+`metrics.jsonl` is one strict JSON object per logged step, steps strictly increasing. `time` is when
+it was written (ISO 8601, UTC). A number that is not finite is written as null, with
+"<name>_nonfinite" beside it saying "nan", "inf" or "-inf"; `read_metrics` gives the number back. A
+list is of all processes, in their order, and finite; events have none.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +167,9 @@ class MetricsWriter:
 
     `start` is the first step this run will log. When it opens, lines from `start` on (of an
     abandoned continuation) and an incomplete last line are dropped, so no step appears twice.
-    `write` hands a line to the operating system before it returns. Raises `ValueError` for a
-    damaged file and for steps that do not increase, `OSError` for a full disk: the line is then
-    written with the next one that fits.
+    `wall` gives the seconds since 1970. `write` hands a line to the operating system before it
+    returns. Raises `ValueError` for a damaged file and for steps that do not increase, `OSError`
+    for a full disk: the line is then written with the next one that fits.
     """
 
     def __init__(
@@ -177,7 +179,9 @@ class MetricsWriter:
         start: int = 0,
         tensorboard: bool | None = True,
         process: int = 0,
+        wall: Callable[[], float] = time.time,
     ) -> None:
+        self._wall = wall
         self.lacks = ""
         """Why the file lacks lines of steps before `start`, where that can be seen."""
         self._file: AppendedFile | None = None
@@ -204,7 +208,8 @@ class MetricsWriter:
                 f"step {step} comes after step {self._last}: steps are logged once and in order; "
                 "put all metrics of a step into one write"
             )
-        line, self._last = _encode(step, values).encode(), step
+        written = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="seconds")
+        line, self._last = _encode(step, {"time": written, **values}).encode(), step
         self._file.append(line)
         if self._events is not None:
             plain = {name: _plain(name, value) for name, value in values.items()}

@@ -59,8 +59,25 @@ class _Lasting:
             self._stream.flush()
 
 
+class Lines:
+    """Writes lines to a stream, each with the time of day. wall: seconds since 1970."""
+
+    def __init__(self, stream: Any, wall: Callable[[], float] = time.time) -> None:
+        self._stream, self._wall = _Lasting(stream), wall
+
+    def stamp(self) -> str:
+        """The local time, `18:20:03`."""
+        return time.strftime("%H:%M:%S", time.localtime(self._wall()))
+
+    def write(self, text: str) -> None:
+        """Writes a line, or several: the first has the time."""
+        self._stream.write(f"{self.stamp()} {text.rstrip()}\n")
+        self._stream.flush()
+
+
 class Progress:
-    """Shows `step 120/600 loss 3.412 tok/s 81k mfu 0.43 eta 1m20s` for a run of `total` steps.
+    """Shows `step 120/600 loss 3.412 tok/s 81k mfu 0.43 eta 1m20s` for a run of `total` steps; on a
+    line of its own behind the time of day.
 
     `start` steps were done before this run (resumed). On a terminal it is one live line with a bar,
     drawn at most ten times a second; elsewhere a line for the first step, for every `every`-th and
@@ -77,11 +94,13 @@ class Progress:
         stream: TextIO | None = None,
         every: int = 10,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1: a line every so many steps")
         self._total, self._start, self._every, self._clock = total, start, every, clock
         self._stream = _Lasting(sys.stdout if stream is None else stream)
+        self._lines = Lines(self._stream, wall)
         self._first: tuple[int, float] | None = None
         self._drawn = float("-inf")
         self._skipped = 0.0
@@ -99,14 +118,15 @@ class Progress:
         if self._bar is not None:
             self._draw(step, text, now)
         elif step == self._first[0] or step % self._every == 0 or step == self._total:
-            self._write(f"step {step}/{self._total} {text}")
+            self._lines.write(f"step {step}/{self._total} {text}")
             self._skipped = values.get("skipped") or self._skipped
 
     def message(self, text: str) -> None:
         """A line of its own, above the bar where there is one."""
         if self._bar is None:
-            self._write(text)
+            self._lines.write(text)
         else:
+            text = f"{self._lines.stamp()} {text}"
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -140,10 +160,6 @@ class Progress:
         if skipped > self._skipped:
             shown.append(f"skipped {skipped:.0f}")
         return " ".join([*shown, eta]).rstrip()
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text.rstrip() + "\n")
-        self._stream.flush()
 
     def _draw(self, step: int, text: str, now: float) -> None:
         if now - self._drawn < 0.1 and step < self._total:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.files.array_file import DamagedFile, open_arrays, whole, write_arrays
+from jaxtrain.notices import notice
 from jaxtrain.tokenizers.protocol import EOS
 from jaxtrain.tokenizers.published import HuggingFaceVocabulary
 from jaxtrain.violations import INT32_MAX, count
@@ -56,7 +57,7 @@ class BpeTokenizer:
             cached = open_arrays(path, kind="tokenizer", verify=True).arrays["json"]
             return HuggingFaceVocabulary(cached.tobytes().decode("utf-8"), eos=self.eos)
         except FileNotFoundError:
-            log.info("training a BPE vocabulary of %d", self.vocab)
+            notice(f"training a BPE vocabulary of {self.vocab:,} on the corpus")
         except DamagedFile as error:
             log.warning("%s: training the tokenizer again", error)
         trained = self._train(texts())

@@ -198,6 +198,11 @@ class Renderer:
     ) -> None:
         self.close()
 
+    @property
+    def is_open(self) -> bool:
+        """False once it is closed, also by a template that went beyond a limit."""
+        return self.close.alive
+
     def render(self, conversation: Conversation, *, prompt: bool = False) -> Rendered:
         """Returns a conversation as text. prompt: with the beginning of the assistant's next turn.
 
@@ -298,7 +303,7 @@ class ChatEncoder(Renderer):
             self._warn_of_no_end()
             if not special[~within].any() and not text[stop:].strip():
                 eos = np.uint32(self.vocabulary.eos)
-                ids, learnt = np.append(ids, eos), np.append(learnt, True)
+                ids, learnt = np.append(ids, eos), np.append(learnt, learnt[within][-1])
         return EncodedConversation(ids, learnt)
 
     def _warn_of_no_end(self) -> None:

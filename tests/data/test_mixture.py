@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.mixture import Mixture, MixtureDataset, MixtureOrder
-from jaxtrain.data.source import StdlibSource
+from jaxtrain.sources import StdlibSource
 
 WEIGHTS = [(1.0,), (0.5, 0.5), (1, 2, 5), (0.7, 0.299, 0.001), (3e-6, 1.0), (0.1,) * 10]
 

@@ -12,9 +12,9 @@ import pytest
 
 from jaxtrain.data import ngram
 from jaxtrain.data.ngram import interpolated_bigram_bits, pair_counts, reference_bits, unigram_bits
-from jaxtrain.data.source import TextFiles
 from jaxtrain.data.text import TextData
 from jaxtrain.data.token_file import TokenFiles
+from jaxtrain.sources import TextFiles
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = [bytes(RNG.integers(97, 100, n).tolist()) for n in (50, 3, 1, 20, 0, 7, 31, 12)]

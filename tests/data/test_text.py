@@ -16,11 +16,10 @@ import jaxtrain.data as data_package
 from jaxtrain.data import tokenization
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.permutation import shuffle
-from jaxtrain.data.records import JsonLines
-from jaxtrain.data.source import StdlibSource, TextFiles, documents
 from jaxtrain.data.text import TextData
 from jaxtrain.data.token_file import TokenFiles
 from jaxtrain.data.tokenization import tokenize
+from jaxtrain.sources import JsonLines, StdlibSource, TextFiles, documents
 from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, TokenizerFile
 
 

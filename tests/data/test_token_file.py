@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.records import JsonLines
-from jaxtrain.data.source import TextFiles, documents
 from jaxtrain.data.token_file import (
     TokenDocument,
     TokenFiles,
@@ -21,6 +19,7 @@ from jaxtrain.data.token_file import (
 )
 from jaxtrain.data.tokenization import tokenize
 from jaxtrain.files.array_file import DamagedFile, whole, write_arrays
+from jaxtrain.sources import JsonLines, TextFiles, documents
 from jaxtrain.telemetry.progress import progress_bar
 from jaxtrain.tokenizers import ByteTokenizer
 

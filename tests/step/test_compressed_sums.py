@@ -327,7 +327,7 @@ def test_the_guard_trips_when_the_codec_is_sabotaged_and_stays(
 
     first, second = train(4), train(9)
     lines = [line for line in said.getvalue().splitlines() if "guard" in line]
-    assert len(lines) == 1 and lines[0].startswith("step 3 compressed sums are beyond")
+    assert len(lines) == 1 and lines[0][9:].startswith("step 3 compressed sums are beyond")
     assert lines[0].endswith("sums are exact from step 5 on")
     history = first.history + second.history
     assert [h["compressed"] for h in history] == [1, 1, 1, 1, 0, 0, 0, 0, 0]

@@ -9,6 +9,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import jax
@@ -33,7 +34,22 @@ def strict(path: Path) -> list[dict]:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines()
+    return [without_time(json.loads(line, parse_constant=refuse)) for line in lines]
+
+
+def without_time(line: dict) -> dict:
+    """Which each line has."""
+    assert datetime.fromisoformat(line["time"]).tzinfo == UTC
+    return {name: value for name, value in line.items() if name != "time"}
+
+
+def test_each_line_says_when_it_was_written(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False, wall=lambda: 1_800_000_000.4) as writer:
+        writer.write(0, {"loss": 1.0})
+        writer.write(1, {"time": 3})  # a metric of that name is kept
+    times = [line["time"] for line in read_metrics(tmp_path)]
+    assert times == ["2027-01-15T08:00:00+00:00", 3]
 
 
 @pytest.mark.parametrize("resumed", [0, 3, 7, 10, 12])
@@ -92,7 +108,7 @@ def test_values_come_back_through_strict_json(tmp_path: Path, value: object) -> 
     if isinstance(value, float) and not math.isfinite(value):
         assert line == {"step": 0, "loss": None, "loss_nonfinite": str(value)}
     [found] = read_metrics(tmp_path)
-    assert list(found) == ["step", "loss"]
+    assert list(found) == ["step", "time", "loss"]
     assert repr(found["loss"]) == repr(value)
 
 
@@ -142,7 +158,7 @@ def test_a_line_is_readable_at_once_and_only_process_0_writes(tmp_path: Path) ->
         other.write(0, {"loss": 1.0})
     assert not (tmp_path / "other").exists()
     writer.write(0, {"loss": 1.0})
-    assert read_metrics(tmp_path) == [{"step": 0, "loss": 1.0}]
+    assert [without_time(line) for line in read_metrics(tmp_path)] == [{"step": 0, "loss": 1.0}]
     writer.close()
     writer.close()
 
@@ -190,7 +206,7 @@ def test_a_full_disk_names_the_file_and_leaves_it_whole_and_lines_wait_for_room(
 
 
 def test_lines_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appended, "LARGEST_BACKLOG", 60)
+    monkeypatch.setattr(appended, "LARGEST_BACKLOG", 150)
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         assert writer._file is not None
         with full_disk(writer._file):
@@ -268,7 +284,7 @@ def test_an_event_that_cannot_be_written_is_not_lost_in_its_thread(tmp_path: Pat
     (tmp_path / "events").write_text("a file where the folder should be")
     with pytest.raises(OSError), MetricsWriter(tmp_path) as writer:
         writer.write(0, {"loss": 1.0})
-    assert read_metrics(tmp_path) == [{"step": 0, "loss": 1.0}]
+    assert [without_time(line) for line in read_metrics(tmp_path)] == [{"step": 0, "loss": 1.0}]
 
 
 def test_metrics_come_one_step_late() -> None:

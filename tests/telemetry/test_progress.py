@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import io
+import re
+import time
 
 import pytest
 
@@ -51,10 +53,26 @@ def test_what_a_closed_stream_no_longer_takes_is_dropped(
     assert stream.left < 0 < len(stream.getvalue())
 
 
+def lines_of(stream: io.StringIO) -> list[str]:
+    """Without the time of day, which each has."""
+    lines = stream.getvalue().splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    return [line[9:] for line in lines]
+
+
+def test_each_line_has_the_time() -> None:
+    stream = io.StringIO()
+    noon = time.mktime((2026, 5, 1, 12, 3, 4, 0, 0, -1))
+    progress = Progress(2, stream=stream, every=1, clock=lambda: 0.0, wall=lambda: noon)
+    progress.update(1, {"loss": 1.0})
+    progress.message("two\nlines")
+    assert stream.getvalue() == "12:03:04 step 1/2 loss 1.000\n12:03:04 two\nlines\n"
+
+
 def test_plain_lines() -> None:
     stream = io.StringIO()
     run(stream, range(1, 26), total=25, every=10)
-    assert stream.getvalue().splitlines() == [
+    assert lines_of(stream) == [
         "step 1/25 loss 3.412 tok/s 81k mfu 0.43",
         "step 10/25 loss 3.412 tok/s 81k mfu 0.43 eta 30s",
         "step 20/25 loss 3.412 tok/s 81k mfu 0.43 eta 10s",
@@ -65,7 +83,7 @@ def test_plain_lines() -> None:
 def test_a_resumed_run_knows_only_its_own_pace() -> None:
     stream = io.StringIO()
     run(stream, range(501, 511), total=600, every=10, step_s=1.0)
-    last = stream.getvalue().splitlines()[-1]
+    last = lines_of(stream)[-1]
     assert last == "step 510/600 loss 3.412 tok/s 81k mfu 0.43 eta 1m30s"
 
 
@@ -76,7 +94,7 @@ def test_values_that_are_missing_or_not_finite() -> None:
     progress.update(2, {})
     progress.message("evaluated: loss 3.1")
     progress.close()
-    assert stream.getvalue() == "step 1/2 loss nan\nstep 2/2 eta 0s\nevaluated: loss 3.1\n"
+    assert lines_of(stream) == ["step 1/2 loss nan", "step 2/2 eta 0s", "evaluated: loss 3.1"]
 
 
 def test_skipped_steps_are_told_when_there_are_more() -> None:
@@ -84,7 +102,7 @@ def test_skipped_steps_are_told_when_there_are_more() -> None:
     progress = Progress(5, stream=stream, every=2, clock=lambda: 0.0)
     for step, skipped in enumerate([0.0, 1.0, 2.0, 2.0, 2.0], start=1):
         progress.update(step, {"loss": 3.0, "skipped": skipped})
-    assert [line.split(" eta")[0] for line in stream.getvalue().splitlines()] == [
+    assert [line.split(" eta")[0] for line in lines_of(stream)] == [
         "step 1/5 loss 3.000",
         "step 2/5 loss 3.000 skipped 1",
         "step 4/5 loss 3.000 skipped 2",

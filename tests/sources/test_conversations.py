@@ -24,8 +24,8 @@ from jaxtrain.data import (
     TokenizerFile,
     tokenize,
 )
-from jaxtrain.data.source import documents
 from jaxtrain.data.token_file import open_token_file
+from jaxtrain.sources import documents
 from jaxtrain.tokenizers.chat import ChatEncoder, Conversation
 
 CALL = {"function": {"name": "sum", "arguments": {"a": 1}}}
@@ -210,7 +210,7 @@ def test_a_field_of_tools_that_no_line_has_is_told_of(
     for name, told in (("tols", True), ("tools", False)):
         caplog.clear()
         list(documents(Conversations(path, tools_field=name, held_out=0.0), "train"))
-        assert ("no conversation has a field 'tols'" in caplog.text) == told
+        assert ("no conversation has tools in 'tols'" in caplog.text) == told
 
 
 def test_a_turn_of_weight_0_is_not_learnt(tmp_path: Path) -> None:
@@ -292,3 +292,37 @@ def test_texts_and_conversations_of_one_source_are_each_encoded(tmp_path: Path) 
     file = tokenize(Both(str(tmp_path / "a.txt"), held_out=0.0), vocab, tmp_path / "x")
     assert vocab.decode(file.tokens[: file.offsets[1]]) == "hello"
     assert "start_of_turn" in "".join(vocab.token(int(i)) for i in file.tokens[file.offsets[1] :])
+
+
+def test_conversations_that_the_template_refuses_are_left_out_where_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [turns("a", "b"), turns("c", "d", system="s"), turns("e", "f")]
+    path = write_jsonl(tmp_path, [{"messages": m} for m in messages])
+    tokenizer = TokenizerFile(str(write_folder(tmp_path / "t", "mistral")))
+    source = Conversations(path, held_out=0.0, on_bad="skip")
+    data = TextData(source, tokenizer, seq=32)
+    file = tokenize(source, data.vocabulary(tmp_path), tmp_path / "x")
+    assert len(file.prompts) == 2
+    assert "1 conversations are left out, the first: " in caplog.text
+    assert "a.jsonl:2: the chat template refuses it: roles are" in caplog.text
+
+
+def test_a_template_that_never_ends_is_not_left_out(tmp_path: Path) -> None:
+    """It would leave out all that follow."""
+    folder = write_folder(tmp_path / "t", "gemma").parent
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(loop)
+    path = write_jsonl(tmp_path, [{"messages": turns("a", "b")}] * 3)
+    source = Conversations(path, held_out=0.0, on_bad="skip")
+    vocab = TextData(source, TokenizerFile(str(folder))).vocabulary(tmp_path)
+    with pytest.raises(ValueError, match="for more than 10 s"):
+        tokenize(source, vocab, tmp_path / "x")
+
+
+def test_eos_behind_a_turn_of_weight_0_is_not_learnt() -> None:
+    messages = turns("a", "b", "c", "d")
+    messages[3]["weight"] = 0
+    with ChatEncoder(vocabulary("by hand")) as chat:
+        ids, learnt = chat.encode(Conversation(messages))
+    assert ids[-1] == chat.vocabulary.eos and not learnt[-1] and learnt.any()

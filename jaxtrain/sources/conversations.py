@@ -7,10 +7,17 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxtrain.data.records import json_records, line_ranges, located, parquet_records
-from jaxtrain.data.source import Document, FileSource, Piece
+from jaxtrain.sources.document import Document, Piece
+from jaxtrain.sources.records import (
+    Place,
+    RecordFiles,
+    json_object,
+    line_ranges,
+    lines_of,
+    parquet_records,
+)
 from jaxtrain.tokenizers.chat import LEARN, Conversation, checked_messages, kind_of, refuse_no_json
 
 if TYPE_CHECKING:
@@ -22,7 +29,7 @@ PARQUET = ".parquet"
 
 
 @dataclass(frozen=True)
-class Conversations(FileSource):
+class Conversations(RecordFiles):
     """Conversations: one JSON object a line, or one row of a file whose name ends in .parquet. The
     tokenizer's chat template makes them text; only what the assistant writes is learnt.
 
@@ -36,6 +43,7 @@ class Conversations(FileSource):
     turns that are learnt, `all` or the `last`.
     """
 
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".ndjson", PARQUET)
     messages_field: str = field(default="messages", kw_only=True)
     tools_field: str | None = field(default=None, kw_only=True)
     learn: str = field(default="all", kw_only=True)
@@ -48,26 +56,29 @@ class Conversations(FileSource):
     def split_file(self, piece: Piece) -> Iterator[Piece]:
         return iter((piece,)) if _is_parquet(piece) else line_ranges(piece)
 
-    def read(self, piece: Piece, split: str) -> Iterator[Document]:
+    def records(self, piece: Piece) -> Iterator[tuple[Place, Any]]:
         columns = [name for name in (self.messages_field, self.tools_field) if name]
         if _is_parquet(piece):
             rows = parquet_records(piece, columns, _no_lists)
-            records = ((place, _without_nulls(row)) for place, row in rows)
-        else:
-            records = json_records(piece)
-        with_tools, count = False, 0
-        for place, record in records:
-            with_tools, count = with_tools or self.tools_field in record, count + 1
-            document = located(place, self._document, record)._replace(place=place)
-            if self.belongs(document, split):
-                yield document
-        if self.tools_field and count and not with_tools:
-            log.warning("%s: no conversation has a field %r", piece.path, self.tools_field)
+            return ((place, _without_nulls(row)) for place, row in rows)
+        return lines_of(piece)
 
-    def _document(self, record: dict[str, Any]) -> Document:
+    def read(self, piece: Piece, split: str) -> Iterator[Document]:
+        with_tools, count = False, 0
+        for document in super().read(piece, split):
+            assert document.conversation is not None
+            with_tools, count = with_tools or document.conversation.tools is not None, count + 1
+            yield document
+        if self.tools_field and count and not with_tools:
+            log.warning("%s: no conversation has tools in %r", piece.path, self.tools_field)
+
+    def document(self, record: Any) -> Document:
+        record = record if isinstance(record, dict) else json_object(record)
         if self.messages_field not in record:
-            have = ", ".join(map(repr, record))
-            raise ValueError(f"no field {self.messages_field!r}; there is {have or 'none'}")
+            have = ", ".join(map(repr, record)) or "none"
+            raise ValueError(
+                f"no field {self.messages_field!r}; there is {have}: name yours by messages_field"
+            )
         messages = checked_messages(_parsed(record[self.messages_field]))
         tools = _tools(record.get(self.tools_field)) if self.tools_field else None
         written = [m for m in messages if m["role"] == "assistant"]
@@ -85,12 +96,12 @@ def _is_parquet(piece: Piece) -> bool:
     return Path(piece.path).suffix == PARQUET
 
 
-def _no_lists(column: pyarrow.Field) -> str | None:
+def _no_lists(name: str, kind: pyarrow.DataType) -> str | None:
     import pyarrow as pa
 
     types = pa.types
     lists = (types.is_list, types.is_large_list, types.is_string, types.is_large_string)
-    return None if any(is_one(column.type) for is_one in lists) else f"{column.name!r} is no list"
+    return None if any(is_one(kind) for is_one in lists) else f"{name!r} is no list"
 
 
 def _tools(value: object) -> list[dict[str, Any]] | None:

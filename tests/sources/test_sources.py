@@ -12,9 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxtrain.data import records
-from jaxtrain.data.records import JsonLines, Parquet
-from jaxtrain.data.source import StdlibSource, TextFiles, documents, fingerprint
+from jaxtrain.sources import (
+    JsonLines,
+    Parquet,
+    StdlibSource,
+    TextFiles,
+    documents,
+    fingerprint,
+    records,
+)
 
 TEXTS = [f"document {i}: " + "x" * (i % 7) for i in range(200)]
 
@@ -129,11 +135,11 @@ def test_fingerprint_follows_every_change(tmp_path: Path) -> None:
 GOOD = b'{"text": "a"}\n\n{"text": "b"}\n'
 BAD_LINES = [
     (b'{"text": "a\n', r"a\.jsonl:4: not JSON"),
-    (b'{"body": "a"}\n', r"a\.jsonl:4: no field 'text'; the line has 'body'"),
+    (b'{"body": "a"}\n', r"a\.jsonl:4: no field 'text'; there is 'body'"),
     (b'{"text": 3}\n', r"a\.jsonl:4: field 'text' is int"),
     (b"[1]\n", r"a\.jsonl:4: a line is an object, this one is list"),
     (b'{"text": "\\ud800"}\n', r"a\.jsonl:4: field 'text' has half a surrogate at 0"),
-    (b'{"text": "\xff"}\n', r"a\.jsonl is not UTF-8 at byte 39 \(0xff"),
+    (b'{"text": "\xff"}\n', r"a\.jsonl:4: not UTF-8 at byte 10 of the line \(invalid"),
 ]
 
 
