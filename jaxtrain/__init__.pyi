@@ -6,6 +6,7 @@ from . import collectives as collectives
 from . import compression as compression
 from . import context as context
 from . import data as data
+from . import inspection as inspection
 from . import mesh as mesh
 from . import models as models
 from . import moe as moe
@@ -34,6 +35,9 @@ from .experiment import LossSpikes as LossSpikes
 from .experiment import Sample as Sample
 from .experiment import load_experiment as load_experiment
 from .huggingface import huggingface_config as huggingface_config
+from .inspection.evaluate import evaluate as evaluate
+from .inspection.load import load as load
+from .inspection.score import score as score
 from .machines.elastic import elastic as elastic
 from .mesh.mesh import MeshSpec as MeshSpec
 from .mesh.mesh import load_mesh as load_mesh

@@ -57,6 +57,7 @@ LAYERS = {
     "certificate": 13,
     "contract": 13,
     "health": 13,
+    "inspection": 13,
     "machines": 13,
     "bench_gpu": 14,
     "run": 14,

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.bench.pipeline_costs import runs_of, ticks_of, without_ticks
 from jaxtrain.data import BigramChain
+from jaxtrain.data.batch_size import row_numbers
 from jaxtrain.experiment import Experiment
 from jaxtrain.files.cache import cache_directory
 from jaxtrain.mesh.axes import STAGE
@@ -34,7 +35,7 @@ from jaxtrain.pipeline.schedule import Costs, Schedule
 from jaxtrain.session.rows import open_split
 from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import fields_of, row_numbers
+from jaxtrain.step.batches import fields_of
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
 from jaxtrain.transformer.attention import AttentionConfig

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.routing import Replays, StepRouting
+from jaxtrain.data.batch_size import row_numbers
 from jaxtrain.experiment import Experiment
 from jaxtrain.files.cache import cache_directory
 from jaxtrain.mesh.compiler_options import quick_to_compile
@@ -22,7 +23,7 @@ from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.session.rows import open_split
 from jaxtrain.session.session import initial_program
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.batches import fields_of, row_numbers
+from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
 from jaxtrain.step.train_step import make_train_step

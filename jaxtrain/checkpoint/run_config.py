@@ -121,20 +121,29 @@ def config_differences(
 ) -> list[FieldDifference]:
     """Returns the fields of `config` that differ from `stored`, sorted by dotted path.
 
-    ignore: fields, with all below them, that may change between two starts of a run. completed:
-    converts a stored configuration to today's fields. Both sides are compared as JSON: a tuple
-    equals a list, and 1 equals 1.0. label: of `config` in the error if it is not JSON.
+    ignore: fields, with all below them, that may change between two starts of a run; `*` stands for
+    any one name or number in a path. completed: converts a stored configuration to today's fields.
+    Both sides are compared as JSON: a tuple equals a list, and 1 equals 1.0. label: of `config` in
+    the error if it is not JSON.
     """
     previous = _fields(completed(stored))
     current = _fields(json.loads(json_text(config, name=label)))
     differences = [
         FieldDifference(path, previous.get(path, ABSENT), current.get(path, ABSENT))
         for path in sorted(previous.keys() | current.keys())
-        if not any(path == name or path.startswith(f"{name}.") for name in ignore)
+        if not any(_is_below(path, name) for name in ignore)
     ]
     return [
         difference for difference in differences if not _same(difference.stored, difference.now)
     ]
+
+
+def _is_below(path: str, name: str) -> bool:
+    """True if a dotted path is `name`, or that of a field below it."""
+    keys, names = path.split("."), name.split(".")
+    return len(keys) >= len(names) and all(
+        wanted in ("*", key) for wanted, key in zip(names, keys, strict=False)
+    )
 
 
 def refuse_other_experiment(
@@ -148,10 +157,16 @@ def refuse_other_experiment(
     completed: as for `compare_config`."""
     differences = compare_config(run_dir, config, ignore=ignore, completed=completed)
     if differences:
+        branch = ""
+        if committed_steps(run_dir / CHECKPOINTS):
+            branch = (
+                "; a branch has its model and state, and may change the rest: "
+                f"--from {run_dir}[@STEP] --name NEW"
+            )
         raise ValueError(
             f"run directory {run_dir} holds another experiment: "
             + "; ".join(map(str, differences))
-            + f"; set {'it' if len(differences) == 1 else 'them'} back, or {ANEW}"
+            + f"; set {'it' if len(differences) == 1 else 'them'} back, or {ANEW}{branch}"
         )
 
 

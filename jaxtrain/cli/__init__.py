@@ -21,6 +21,7 @@ from jaxtrain.cli import (
     agent,
     drill,
     elastic,
+    evaluate,
     generate,
     launch,
     new,
@@ -174,6 +175,9 @@ def _add_readers(command: Command) -> None:
 
     text = "continue a text with the model of a run, or of a folder of published weights"
     generate.add_options(command("generate", generate.generate_command, text))
+
+    text = "the loss of a run on its held-out rows, or on other texts"
+    evaluate.add_options(command("evaluate", evaluate.evaluate_command, text))
 
     text = "a run's weights as a folder that transformers loads"
     generate.add_export_options(command("export", generate.export_command, text))

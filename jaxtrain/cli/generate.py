@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 
 def add_options(generate: argparse.ArgumentParser) -> None:
@@ -16,12 +17,21 @@ def add_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--step", type=int, help="of a run; default the newest that is durable")
-    _add_trust(generate)
+    add_trust(generate)
 
 
-def _add_trust(command: argparse.ArgumentParser) -> None:
+def add_trust(command: argparse.ArgumentParser) -> None:
+    """Adds --trust, for commands that read a run's own model."""
     text = "a module of your own that the run may name, and is then imported; may be repeated"
     command.add_argument("--trust", action="append", default=[], metavar="MODULE", help=text)
+
+
+def trusted(options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the modules that are trusted; one in the working directory can be imported, as by
+    `python -m jaxtrain`."""
+    if options.trust and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return tuple(options.trust)
 
 
 def generate_command(options: argparse.Namespace) -> int:
@@ -34,7 +44,7 @@ def generate_command(options: argparse.Namespace) -> int:
         temperature=options.temperature,
         seed=options.seed,
         step=options.step,
-        trust=tuple(options.trust),
+        trust=trusted(options),
     )
     print(text if options.chat else options.prompt + text)
     return 0
@@ -46,7 +56,7 @@ def add_export_options(export: argparse.ArgumentParser) -> None:
     export.add_argument("--step", type=int, help="default the newest that is durable")
     kinds = ("float32", "bfloat16", "float16")
     export.add_argument("--dtype", choices=kinds, help="of the files; default the run's own")
-    _add_trust(export)
+    add_trust(export)
 
 
 def export_command(options: argparse.Namespace) -> int:
@@ -54,6 +64,6 @@ def export_command(options: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jaxtrain.weights.export import export
 
-    chosen = {"step": options.step, "dtype": options.dtype, "trust": tuple(options.trust)}
+    chosen = {"step": options.step, "dtype": options.dtype, "trust": trusted(options)}
     print(export(options.run_dir, options.out, **chosen))
     return 0

@@ -48,6 +48,8 @@ def add_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("--name", help="of the run directory in runs/, instead of EXPERIMENT")
     text = "begin anew: a run that is in the directory is kept beside it; to resume, leave it out"
     train.add_argument("--fresh", action="store_true", help=text)
+    text = "begin as a branch of another run: with the whole state of that step, default its newest"
+    train.add_argument("--from", dest="from_run", metavar="RUN[@STEP]", help=text)
     train.add_argument("--steps", type=int, help="stop after so many steps in all")
     train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
     text = "HOST:PORT where process 0 of several listens; default as the launcher says"
@@ -114,6 +116,7 @@ def _train(
             callbacks=[stop, *callbacks, *leave],
             phases=phases,
             fresh=options.fresh,
+            from_run=options.from_run,
         )
     except KeyboardInterrupt:
         options.interrupted = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,3 +64,14 @@ def rows_of_step(batch: int | BatchRamp, step: int) -> np.ndarray:
     """[batch] int64: the global numbers of the rows of `step`."""
     begin = first_row(batch, step)
     return np.arange(begin, begin + batch_of(batch, step), dtype=np.int64)
+
+
+def row_numbers(
+    batch: int | BatchRamp,
+    batch_of_step: Callable[[int], int] = lambda step: step,
+    shift: int = 0,
+) -> Callable[[int], np.ndarray]:
+    """step -> the global numbers of its rows: the first of batch `batch_of_step(step)`, which is
+    the step itself if none was skipped, plus `shift`. While the batch size grows, a later batch is
+    larger, and its last rows are skipped."""
+    return lambda step: shift + rows_of_step(batch, batch_of_step(step))[: batch_of(batch, step)]

@@ -106,8 +106,8 @@ def module_violations(name: str, modules: str | tuple[str, ...]) -> list[str]:
     ]
 
 
-def as_modules(modules: str | tuple[str, ...]) -> tuple[str, ...]:
-    return modules if isinstance(modules, tuple) else (modules,)
+def as_modules(modules: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    return tuple(modules) if isinstance(modules, tuple | list) else (modules,)
 
 
 def pattern_violations(name: str, patterns: Patterns | None) -> list[str]:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.attention.splash import Splash, SplashBlocks
-from jaxtrain.checkpoint.run_config import ABSENT, NAME, config_differences, read_config
+from jaxtrain.checkpoint.run_config import (
+    ABSENT,
+    NAME,
+    FieldDifference,
+    config_differences,
+    read_config,
+)
 from jaxtrain.checkpoint.storage import json_text
 from jaxtrain.experiment.fields import Experiment
 from jaxtrain.experiment.load import config_of, stored_name
@@ -39,15 +45,24 @@ RESUMABLE = (
     "experiment.sharding",
     "experiment.microbatches",
     "experiment.fine_tuning.start.trust",
+    "experiment.data.source.patterns",
+    "experiment.data.source.held_out_patterns",
+    "experiment.data.source.paths",
+    "experiment.data.source.held_out_paths",
+    "experiment.data.source.parts.*.1.patterns",
+    "experiment.data.source.parts.*.1.held_out_patterns",
+    "experiment.data.source.parts.*.1.paths",
+    "experiment.data.source.parts.*.1.held_out_paths",
+    "experiment.data.tokenizer.path",
     "experiment.data.packing",
     "experiment.data.tokenizer.add_bos",
     "experiment.data.tokenizer.add_eos",
     "experiment.data.tokenizer.chat_template",
 )
 """Fields a resumed run may change. They do not change what is learned, except `health`'s reaction
-to spikes of the loss: each save has the skipped batches. Whether the data is the same, its digest
-says. A reducer is not one of them: compressed sums change what is learned, and `small_leaf` selects
-their leaves."""
+to spikes of the loss: each save has the skipped batches. Where the files of the data lie changes
+nothing: whether it is the same, its digest says. A reducer is not one of them: compressed sums
+change what is learned, and `small_leaf` selects their leaves."""
 
 
 def own_attention(experiment: Any) -> str:
@@ -72,17 +87,9 @@ def of_another(
     """Returns why a checkpoint with this metadata is not of the experiment that `config_of` stored
     as `config`; [] if it is, or says nothing of it. experiment: as `completed` takes it; without
     it a field that one side lacks tells nothing, since it may be newer."""
-    stored = metadata.get("experiment")
-    if stored is None:
-        return []
-    in_form = partial(completed, experiment=experiment)
+    may_differ = resumable(metadata.get("experiment"), config)
     try:
-        differences = config_differences(
-            {"experiment": stored},
-            in_form({"experiment": config}),
-            ignore=resumable(stored, config),
-            completed=in_form,
-        )
+        differences = _differences(metadata, config, experiment, ignore=may_differ)
     except ValueError as error:
         return [f"the experiment of the step cannot be read: {error}"]
     if experiment is None:
@@ -90,6 +97,51 @@ def of_another(
     if not differences:
         return []
     return [f"the step is of another experiment: {'; '.join(map(str, differences))}"]
+
+
+def saved_differences(metadata: dict[str, Any], experiment: Experiment) -> list[FieldDifference]:
+    """Returns the fields whose values are not those in a checkpoint's metadata; [] if it says
+    nothing of them. An object in place of another one is a difference of their classes."""
+    found = {
+        difference.path.removeprefix("experiment."): difference
+        for difference in _differences(metadata, config_of(experiment), experiment, ignore=())
+    }
+    replaced = [path.removesuffix(".class") for path in found if path.endswith(".class")]
+    outermost = [p for p in replaced if not any(p.startswith(f"{other}.") for other in replaced)]
+    kept = [
+        difference._replace(path=path)
+        for path, difference in found.items()
+        if not any(path == p or path.startswith(f"{p}.") for p in outermost)
+    ]
+
+    def value(path: str, side: str) -> Any:
+        sides = (getattr(found[p], side) for p in (f"{path}.class", path) if p in found)
+        shown = next((side for side in sides if side is not ABSENT), ABSENT)
+        return shown.rpartition(":")[2] if isinstance(shown, str) else shown
+
+    kept += [FieldDifference(p, value(p, "stored"), value(p, "now")) for p in outermost]
+    return sorted(kept)
+
+
+def _differences(
+    metadata: dict[str, Any],
+    config: dict[str, Any],
+    experiment: Experiment | None,
+    *,
+    ignore: tuple[str, ...],
+) -> list[FieldDifference]:
+    """Returns the differences of a checkpoint's experiment from the one that `config_of` stored as
+    `config`; [] if the metadata has none. experiment: as `completed` takes it."""
+    stored = metadata.get("experiment")
+    if stored is None:
+        return []
+    in_form = partial(completed, experiment=experiment)
+    return config_differences(
+        {"experiment": stored},
+        in_form({"experiment": config}),
+        ignore=ignore,
+        completed=in_form,
+    )
 
 
 MOVED = {

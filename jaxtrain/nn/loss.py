@@ -70,7 +70,8 @@ class Residuals(NamedTuple):
     dhead: Float32[Array, "vocab embed"] | None
     like: Float[Array, "0 embed"]
     """Empty; has the head's dtype."""
-    weights: Float[Array, " all_tokens"]
+    losses: Float[Array, " all_tokens"]
+    """The derivative with respect to the weights; has their dtype."""
     lift: float | Float32[Array, ""]
     """Factor by which dx and dhead are too large."""
 
@@ -128,17 +129,11 @@ def logits(
     """fp32 logits, scaled and soft-capped by `config`. `head` is the slice of the vocabulary that
     begins with the id `offset`; padded ids get `MASKED`."""
     out = lax.dot_general(x, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    out = _shape(out, config)
+    out = out if config.scale == 1.0 else out * config.scale
+    if config.softcap is not None:
+        out = config.softcap * jnp.tanh(out / config.softcap)
     ids = offset + lax.broadcasted_iota(jnp.int32, out.shape, 1)
     return jnp.where(ids < config.vocab, out, MASKED)
-
-
-def _shape(
-    raw: Float32[Array, "tokens vocab"], config: HeadConfig
-) -> Float32[Array, "tokens vocab"]:
-    """Scales and soft-caps logits."""
-    raw = raw if config.scale == 1.0 else raw * config.scale
-    return raw if config.softcap is None else config.softcap * jnp.tanh(raw / config.softcap)
 
 
 def _chunk(
@@ -147,8 +142,9 @@ def _chunk(
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " tokens"],
     weights: Float[Array, " tokens"],
-) -> tuple[Float32[Array, ...], Float32[Array, "tokens vocab"]]:
-    """Loss sum of a chunk, with `accuracy` also its correct weight; the gradient of its logits."""
+) -> tuple[Float32[Array, ...], Float32[Array, "tokens vocab"], Float32[Array, " tokens"]]:
+    """Loss sum of a chunk, with `accuracy` also its correct weight; the gradient of its logits; the
+    loss of each token, unweighted."""
     # With z_tv the logits and t' the target of token t, over the whole vocabulary:
     #   loss = sum_t w_t (log sum_v exp(z_tv) - z_tt'),  dz_tv = w_t (softmax(z_t)_v - [v = t']).
     # A device sees its slice of v: max, sum of exponentials and target's logit travel.
@@ -160,7 +156,8 @@ def _chunk(
     is_target = offset + lax.broadcasted_iota(jnp.int32, z.shape, 1) == targets[:, None]
     chosen = jnp.sum(jnp.where(is_target, z, 0.0), -1)
     total, chosen = comm.sum_over_vocab(jnp.stack([e.sum(-1), chosen]))
-    loss = jnp.sum((jnp.log(total) + top - chosen) * weights)
+    losses = jnp.log(total) + top - chosen
+    loss = jnp.sum(losses * weights)
     if config.accuracy:
         loss = jnp.stack([loss, jnp.sum(jnp.where(chosen >= top, weights, 0.0))])
     dz = (e * (weights / total)[:, None]) - jnp.where(is_target, weights[:, None], 0.0)
@@ -168,7 +165,7 @@ def _chunk(
         dz = dz * (1 - (z / config.softcap) ** 2)
         # A padded id's logit is a constant, not the softcap of anything.
         dz = jnp.where(z > MASKED / 2, dz, 0.0)
-    return loss, dz if config.scale == 1.0 else dz * config.scale
+    return loss, dz if config.scale == 1.0 else dz * config.scale, losses
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -183,8 +180,7 @@ def _cross_entropy(
     x = comm.all_tokens(x)
 
     def step(total: jax.Array, chunk: Chunk) -> tuple[jax.Array, None]:
-        loss, _ = _chunk(static, chunk[0], head, *chunk[1:])
-        return total + loss, None
+        return total + _chunk(static, chunk[0], head, *chunk[1:])[0], None
 
     parts = tuple(comm.chunks(a, n, rows=static.rows) for a in (x, targets, weights))
     zero = jnp.sum(weights[:1]) * 0.0
@@ -219,37 +215,40 @@ def _forward(
     lift = _lift(dtype, weights, static.config)
     x = comm.all_tokens(x)
 
-    def step(carry: Sums, chunk: Chunk) -> tuple[Sums, jax.Array]:
+    def step(carry: Sums, chunk: Chunk) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
         total, dhead = carry
         x, targets, weights = chunk
-        loss, dz = _chunk(static, x, head, targets, weights)
+        loss, dz, losses = _chunk(static, x, head, targets, weights)
         dz = (dz * lift).astype(dtype)
         dx = lax.dot_general(dz, head, (((1,), (0,)), ((), ())))
         if dhead is not None:
             dhead = dhead + lax.dot_general(
                 dz, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
-        return (total + loss, dhead), dx
+        return (total + loss, dhead), (dx, losses)
 
     parts = tuple(comm.chunks(a, n, rows=static.rows) for a in (x, targets, weights))
     zero = jnp.sum(weights[:1]) * 0.0
     dhead = None if static.config.frozen else jnp.zeros(head.shape, jnp.float32) + zero
     start = (_start(static, zero), dhead)
-    (total, dhead), dx = _loop(step, start, parts)
+    (total, dhead), (dx, losses) = _loop(step, start, parts)
     dx = comm.scatter_head_gradient(comm.unchunk(dx, rows=static.rows))
-    # Shape-free stand-ins carry what the cotangents of ids and weights need.
-    return total / comm.vocab_ways(), Residuals(dx, dhead, head[:0], weights, lift)
+    losses = comm.unchunk(losses, rows=static.rows) / comm.vocab_ways()
+    # An empty stand-in carries the head's dtype.
+    residuals = Residuals(dx, dhead, head[:0], losses.astype(weights.dtype), lift)
+    return total / comm.vocab_ways(), residuals
 
 
 def _backward(
     static: _LossSettings, residuals: Residuals, g: Float32[Array, ...]
 ) -> tuple[jax.Array, jax.Array | None, None, jax.Array]:
     """Multiplies the saved gradients by g / lift; g is the cotangent of the loss, a scalar."""
-    dx, dhead, like, weights, lift = residuals
-    g = (g[0] if static.config.accuracy else g) / lift
+    dx, dhead, like, losses, lift = residuals
+    g = g[0] if static.config.accuracy else g
+    dweights, g = losses * g, g / lift
     if dhead is not None:
         dhead = (dhead * g).astype(like.dtype)
-    return (dx * g).astype(dx.dtype), dhead, None, weights * 0.0
+    return (dx * g).astype(dx.dtype), dhead, None, dweights
 
 
 def _lift(

@@ -169,11 +169,18 @@ class MetricsFiles(Callback):
     what is new in `pace` of each process."""
 
     def __init__(
-        self, run_dir: Path | None, start: int, logging: Logging, rates: Rates, pace: Pace
+        self,
+        run_dir: Path | None,
+        start: int,
+        logging: Logging,
+        rates: Rates,
+        pace: Pace,
+        *,
+        begins: int = 0,
     ) -> None:
         self._run_dir, self._logging, self._rates, self._pace = run_dir, logging, rates, pace
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
-        self._latest = start
+        self._latest, self._first = start, begins + 1
         self._writer = self._open(start + 1)
 
     def begin(self, run: Run) -> None:
@@ -215,7 +222,8 @@ class MetricsFiles(Callback):
         if self._run_dir is None:
             return None
         tensorboard, process = self._logging.tensorboard, jax.process_index()
-        return MetricsWriter(self._run_dir, start=start, tensorboard=tensorboard, process=process)
+        more: Any = dict(tensorboard=tensorboard, process=process, first=self._first)
+        return MetricsWriter(self._run_dir, start=start, **more)
 
     def _write(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
         self._rates.written()

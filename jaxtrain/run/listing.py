@@ -23,6 +23,7 @@ from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.cluster.run_lock import is_held
 from jaxtrain.experiment import completed
 from jaxtrain.files.stores import local_path
+from jaxtrain.session.lineage import recorded_in
 from jaxtrain.telemetry.metrics import METRICS_FILE, newest_metrics
 from jaxtrain.weights.loading import is_run
 
@@ -38,7 +39,8 @@ class ListedRun(NamedTuple):
     state: "running", "done", "stopped" or "unreadable". step: of the newest metrics or save, 0
       without any; steps: of the whole run, None if unknown. loss, eval_loss: the newest, None if
       there is none. changed: when its metrics were last written, in seconds since 1970.
-    differs: (field, its value) where its experiment is not the previous run's. problem: why it
+    branch: RUN@STEP that it began from, None if it is no branch. differs: (field, its value) where
+      its experiment is not that of the run it began from, or of the previous run. problem: why it
       cannot be read.
     """
 
@@ -50,6 +52,7 @@ class ListedRun(NamedTuple):
     eval_loss: float | None = None
     changed: float = 0.0
     differs: tuple[tuple[str, Any], ...] = ()
+    branch: str | None = None
     problem: str = ""
 
 
@@ -95,7 +98,7 @@ def runs(folder: str | Path = "runs") -> RunList:
     previous: dict[str, Any] | None = None
     found = [read for run in _directories(path) if (read := _read(run)) is not None]
     for entry, config in sorted(found, key=lambda run: (run[0].changed, run[0].path)):
-        if config is not None and previous is not None:
+        if config is not None and previous is not None and entry.branch is None:
             differences = config_differences(previous, config)
             differs = tuple((d.path.removeprefix("experiment."), _now(d)) for d in differences)
             entry = entry._replace(differs=differs)
@@ -131,6 +134,7 @@ def _read(run: Path) -> tuple[ListedRun, dict[str, Any] | None] | None:
         stored = None if config is None else config.get("experiment")
         if not isinstance(stored, dict):
             raise ValueError(f"{run / NAME} holds no experiment")
+        began = recorded_in(config)
     except (OSError, ValueError) as error:
         return ListedRun(run, "unreadable", changed=changed, problem=str(error)), None
     steps = stored.get("steps")
@@ -138,7 +142,11 @@ def _read(run: Path) -> tuple[ListedRun, dict[str, Any] | None] | None:
     state = "running" if is_held(run) else "done" if step == steps else "stopped"
     numbers = (newest.get("loss"), newest.get("eval_loss"))
     known = steps if isinstance(steps, int) else None
-    return ListedRun(run, state, step, known, *numbers, changed), completed({"experiment": stored})
+    entry = ListedRun(run, state, step, known, *numbers, changed)
+    if began is not None:
+        differs = tuple((path, values[1]) for path, values in began["differs"].items())
+        entry = entry._replace(branch=f"{began['run']}@{began['step']}", differs=differs)
+    return entry, completed({"experiment": stored})
 
 
 def _cells(run: ListedRun) -> list[str]:
@@ -147,10 +155,17 @@ def _cells(run: ListedRun) -> list[str]:
         return [str(run.path), run.state, "", "", "", _time(run), run.problem]
     step = f"{run.step}" if run.steps is None else f"{run.step}/{run.steps}"
     numbers = ["" if n is None else f"{n:.4f}" for n in (run.loss, run.eval_loss)]
-    shown = [f"{field}={json.dumps(value)}" for field, value in run.differs[:SHOWN]]
+    shown = [f"from {_below_here(run.branch)}"] if run.branch else []
+    shown += [f"{field}={json.dumps(value)}" for field, value in run.differs[:SHOWN]]
     more = len(run.differs) - SHOWN
     shown += [f"and {more} more"] if more > 0 else []
     return [str(run.path), run.state, step, *numbers, _time(run), ", ".join(shown)]
+
+
+def _below_here(path: str) -> str:
+    """Returns a path as it is seen from the working directory, if it is below that."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _finite(value: float | None) -> float | None:

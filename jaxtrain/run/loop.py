@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import jax
 
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.cluster.agreement import share_failure
+from jaxtrain.cluster.agreement import from_first, share_failure
 from jaxtrain.cluster.pace import Pace
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.requests import requests_of
@@ -52,6 +52,9 @@ from jaxtrain.run.saves import Saves
 from jaxtrain.run.saving import Saving, checkpoints_of
 from jaxtrain.run.uninterrupted import Uninterrupted
 from jaxtrain.run.words import finish, headline
+from jaxtrain.session.branch import Branch
+from jaxtrain.session.lineage import NAME as BRANCH
+from jaxtrain.session.lineage import branch_from
 from jaxtrain.session.memory import memory_remedies
 from jaxtrain.session.rates import Rates
 from jaxtrain.session.session import Session, open_session
@@ -72,6 +75,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     phases: Phases | None = None,
     fresh: bool = False,
+    from_run: str | Path | None = None,
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
 
@@ -82,44 +86,65 @@ def train(
     length). settings: `path=value` overrides. callbacks: called after those of `Logging.callbacks`;
     they may ask for a stop and for saves (`Callback`). phases: records the time of each phase.
     fresh: begin anew; a run that is in `run_dir` is moved to `run_dir`.1 (.2, ...) once nothing is
-    refused. On a stop, a KeyboardInterrupt or an error the state is saved first (the exception is
-    then raised again), except for an exception in one process of several.
+    refused. from_run: RUN or RUN@STEP, without a step the newest: `run_dir` begins as a branch,
+    with the whole state of that step; fields that change no leaf of it may differ.
 
-    Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory
-    do not fit together or more steps are done than are asked for, and later when nothing but
-    skipped steps is left; CheckpointError when a save or restore fails.
+    On a stop, a KeyboardInterrupt or an error the state is saved first (the exception is then
+    raised again), except for an exception in one process of several.
+
+    Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory do
+    not fit together or more steps are done than are asked for, and later when nothing but skipped
+    steps is left; CheckpointError when a save or restore fails.
     """
-    if not isinstance(experiment, Experiment):
-        experiment = load_experiment(experiment)
-    experiment, spec = with_fields(experiment, settings or []), load_mesh(mesh)
+    experiment, spec = _with_settings(experiment, settings), load_mesh(mesh)
     run = local_path("run_dir", run_dir) if run_dir is not None else None
-    cache = cache_directory(cache_dir)
     last = _last_step(experiment, steps)
     user_callbacks = callbacks_of(experiment, callbacks)
-    config = {} if run is None else {"experiment": config_of(experiment)}
+    branch = branch_from(from_run, run, last, fresh=fresh)
+    config = {} if run is None else _config(experiment, branch)
     last_held = _refuse(run, config, experiment, fresh=fresh)
     with ExitStack() as stack, memory_remedies(spec), told_to(lines_to(stream)):
         place = stack.enter_context(staged(run)) if fresh and run is not None else run
-        saves = checkpoints_of(place, experiment, spec)
+        saves = _checkpoints(stack, place, experiment, spec)
         if saves is not None:
-            stack.enter_context(saves)
             refuse_fewer_steps(saves.directory.parent, saves.newest_whole(), last)
-        session = open_session(
-            experiment, spec, cache_dir=cache, checkpoints=saves, held_out=True, phases=phases
-        )
+        more: Any = dict(checkpoints=saves, branch=branch, held_out=True, phases=phases)
+        session = open_session(experiment, spec, cache_dir=cache_directory(cache_dir), **more)
         stack.callback(session.close)
         out = (stream or sys.stdout) if jax.process_index() == 0 else io.StringIO()
         if fresh and run is not None:
             _set_aside(run, place, out)
-            if (saves := checkpoints_of(run, experiment, spec)) is not None:
-                stack.enter_context(saves)
+            saves = _checkpoints(stack, run, experiment, spec)
         directory = None if run is None else _open_directory(run, config, session, last_held)
         if directory is not None:
             stack.callback(directory.close)
         result = Result(session.experiment, session.start, run, session=session)
-        loop = _Loop(result, session, saves, directory, out, last, user_callbacks)
+        first = 0 if branch is None else branch.step
+        loop = _Loop(result, session, saves, directory, out, last, user_callbacks, first)
         stack.callback(loop.close)
         return loop.run_to_end()
+
+
+def _with_settings(experiment: Experiment | str | Path, settings: list[str] | None) -> Experiment:
+    if not isinstance(experiment, Experiment):
+        experiment = load_experiment(experiment)
+    return with_fields(experiment, settings or [])
+
+
+def _checkpoints(
+    stack: ExitStack, run: Path | None, experiment: Experiment, spec: MeshSpec
+) -> Checkpoints | None:
+    """Does `checkpoints_of`; the stack closes them."""
+    saves = checkpoints_of(run, experiment, spec)
+    return None if saves is None else stack.enter_context(saves)
+
+
+def _config(experiment: Experiment, branch: Branch | None) -> dict[str, Any]:
+    """Returns what a run's config.json records."""
+    began = {}
+    if branch is not None:
+        began = {BRANCH: from_first(lambda: branch.record(experiment))}
+    return {"experiment": config_of(experiment), **began}
 
 
 def lines_to(stream: TextIO | None) -> Callable[[str], None]:
@@ -196,6 +221,7 @@ class _Loop:
         stream: TextIO,
         last: int,
         callbacks: Sequence[Callback],
+        first: int,
     ) -> None:
         self.result, self.session = result, session
         self.experiment = session.experiment
@@ -207,7 +233,8 @@ class _Loop:
         self.rates = Rates(session.assembly, session.loader.documents)
         self.pace, self.waited = Pace(self.requests.key), 0.0
         self.readings = Readings(session, self.rates, self.pace, self.tell_metrics)
-        self.files = MetricsFiles(run_dir, session.start, logging, self.rates, self.pace)
+        written_by = (logging, self.rates, self.pace)
+        self.files = MetricsFiles(run_dir, session.start, *written_by, begins=first)
         profiling, guard = Profiling(logging.profile, run_dir), GuardMessages(session.guard.tripped)
         of_several = (SlowProcess(self.pace), GarbageCollection())
         crowded = CrowdedRows(documents_room(session.assembly))

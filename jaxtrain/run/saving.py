@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -45,7 +45,13 @@ class Saving:
         policy = self.session.experiment.execution.health.spikes
         if policy is None:
             return None
-        metadata = self.manager.manifest(step).metadata if step else {}
+        branch, metadata = self.session.branch, dict[str, Any]()
+        if branch is None or step != branch.step:
+            metadata = self.manager.manifest(step).metadata if step else {}
+        elif branch.has_data(
+            self.session.experiment, self.session.dataset
+        ):  # losses on other data tell nothing
+            metadata = branch.manifest.metadata
         return LossWatch(policy, metadata.get("spikes"))
 
     @property
@@ -55,8 +61,9 @@ class Saving:
         return self.manager.policy.keeping.best is not None
 
     def begin(self) -> None:
-        """Reports the start step and sets newer saves aside. A step that only the local tier has is
-        first saved durably: a reboot would lose it."""
+        """Reports the start step and sets newer saves aside. A step that only the local tier has,
+        or for a branch another run, is first saved durably: a reboot, or that run, may remove
+        it."""
         start, damaged = self.session.start, self.manager.damaged
         gone = self.manager.begin_after(start or None)
         for step, error in sorted(damaged.items(), reverse=True):
@@ -64,6 +71,7 @@ class Saving:
             self.tell(f"DAMAGED {error}{moved}; going on from step {start}")
         if start and self.manager.from_local(start):
             self.tell(f"step {start} comes from the local tier")
+        if start:
             self._attempt(lambda: self._save_unless_saved(start, {}, durable=True))
         self._tell_troubles()
 
@@ -106,12 +114,15 @@ class Saving:
         return True
 
     def _save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
+        skips = self.session.loader.skips
         metadata = {
             "step": step,
             "data": self.session.dataset.digest,
+            "held_out": self.session.evaluate.digest,
             "metrics": metrics,
             "experiment": config_of(self.session.experiment),
-            "skipped": self.session.loader.skips.before(step),
+            "skipped": skips.before(step),
+            "shift": skips.shift,
             "spikes": None if self.watch is None else self.watch.saved(),
         }
         state, slots = self.session.state, self.session.at_rest.slots

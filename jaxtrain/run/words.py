@@ -18,10 +18,9 @@ def headline(session: Session, last: int) -> str:
     shapes = without_buffers(natural_shapes(session.assembly).params, session.assembly.buffers)
     parameters = sum(leaf.size for leaf in shapes.values())
     sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
-    begin = f"resuming at step {session.start}, " if session.start else session.beginning
     return (
-        f"{begin}{parameters / 1e6:.1f}M parameters on {sizes} ({session.assembly.mode}), "
-        f"{last} steps, compiled in {session.compile_s:.1f}s"
+        f"{session.beginning}{parameters / 1e6:.1f}M parameters on {sizes} "
+        f"({session.assembly.mode}), {last} steps, compiled in {session.compile_s:.1f}s"
     )
 
 

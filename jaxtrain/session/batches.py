@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jaxtrain.data import Loader
+from jaxtrain.data.batch_size import row_numbers
 from jaxtrain.session.rates import counts_flops
 from jaxtrain.session.rows import CountedDocuments
 from jaxtrain.session.skips import Skips
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.batches import row_numbers
 
 
 class Batches:
@@ -31,7 +31,7 @@ class Batches:
         if counts_flops(self._assembly) and "segments" in self._assembly.fields:
             dataset = self._documents = CountedDocuments(dataset, e.batch, start)
         placed = self._assembly.placed(dataset, self._mesh, e.microbatches)
-        rows = row_numbers(e.batch, skips.batch)
+        rows = row_numbers(e.batch, skips.batch, skips.shift)
         self._loader = Loader(placed, rows, lambda batch: batch, start=start)
 
     def next(self) -> tuple[int, Any]:

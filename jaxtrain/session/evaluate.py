@@ -48,7 +48,7 @@ class Evaluator:
         """
         self.open()
         pieces = range(self._pieces(batches, self._data))
-        params = self._evaluated(state)
+        params = self.params(state)
         parts: list[Any] = []
         for first in pieces[:: self._at_once]:
             numbers = self._numbers(first, self._at_once)
@@ -74,8 +74,9 @@ class Evaluator:
             values["bits_per_byte"] = total / math.log(2) / text_bytes
         return values
 
-    def _evaluated(self, state: TrainState) -> dict[str, jax.Array]:
-        """Parameters to evaluate: averages where they exist, with 8-bit scales that fit them."""
+    def params(self, state: TrainState) -> dict[str, jax.Array]:
+        """Returns the parameters to evaluate: averages where they exist, with 8-bit scales that fit
+        them."""
         params, scales = averaged_params(state), self._assembly.buffers.scales
         averaged = {k for k in scales if k.removesuffix(SCALES) in state.ema}
         if not averaged:
@@ -112,6 +113,11 @@ class Evaluator:
         self._data = Ended(data, self._weights)
         self._placed = self._assembly.placed(self._data, self._mesh, self._at_once)
         self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
+
+    @property
+    def digest(self) -> str | None:
+        """Names the held-out rows; None if they are not open, or have no digest."""
+        return None if self._data is None else getattr(self._data.dataset, "digest", None)
 
     @property
     def program(self) -> jax.stages.Compiled | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 
+from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.moe.grouped import takes_8_bits
 from jaxtrain.nn.loss import chunk_count
@@ -16,6 +19,7 @@ from jaxtrain.state_format.hashing import SHA256, XXH3
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import kernel_of, local_rows
 from jaxtrain.telemetry.events import has_tensorboard
+from jaxtrain.weights.tokenizer_files import declared_positions
 
 MANY = 4
 """Note head chunks when there are over this many times as many as needed."""
@@ -29,13 +33,32 @@ INT8_ON_GPUS = (
 
 def notes(assembly: Assembly) -> list[str]:
     """One sentence each, with what to change."""
-    lines = [*_plain_optax(assembly), *_packages(assembly)]
+    lines = [*_plain_optax(assembly), *_packages(assembly), *positions(assembly.experiment)]
     if assembly.description is None:
         return lines
     tables = [] if assembly.pipeline is None else warnings(assembly.pipeline.schedule)
     pipeline = [f"pipeline: {text}" for text in tables]
     products = [*_products(assembly), *_experts(assembly)]
     return [*lines, *_routers(assembly), *products, *_chunks(assembly), *pipeline]
+
+
+def positions(experiment: Experiment) -> list[str]:
+    """Notes rows that are longer than those that the starting weights were trained on."""
+    start = getattr(experiment.fine_tuning, "start", None)
+    seq = getattr(experiment.data, "seq", None)
+    if not isinstance(start, FromHuggingFace | FromRun) or seq is None:
+        return []
+    path = Path(start.run_dir if isinstance(start, FromRun) else start.folder)
+    try:
+        declared = declared_positions(path)
+    except (OSError, ValueError):  # what else reads it says so
+        return []
+    if declared is None or seq <= declared:
+        return []
+    return [
+        f"data.seq={seq} is longer than the max_position_embeddings={declared} of {path}: its "
+        f"weights have seen no later position; use seq={declared} or less"
+    ]
 
 
 def _packages(assembly: Assembly) -> list[str]:

@@ -17,13 +17,16 @@ from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.compression.sums import GuardReader, choose, program_key
-from jaxtrain.experiment import Experiment, FromRun
+from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
+from jaxtrain.experiment.stored import saved_differences
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.mesh.spare_memory import spare_bytes
 from jaxtrain.notices import notice
 from jaxtrain.session.batches import Batches
+from jaxtrain.session.branch import Branch
 from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.notes import positions
 from jaxtrain.session.restore import restore_state
 from jaxtrain.session.rows import open_split
 from jaxtrain.session.skips import Skips, skips_from
@@ -59,8 +62,9 @@ class Session:
     compile_s: float
     compiled: dict[Any, Any] = field(default_factory=dict)
     other_programs: list[jax.stages.Compiled] = field(default_factory=list)
-    begins: Start | None = None
-    """Source of the starting parameters; None if the run initialises them."""
+    begins: Start | Branch | None = None
+    """Source of the starting parameters, or of the whole state; None if the run initialises them,
+    or resumed."""
     guard: GuardReader = field(default_factory=GuardReader)
     phases: Phases = field(default_factory=Phases)
     _latest = None  # the program of the latest step
@@ -71,11 +75,20 @@ class Session:
         return self.assembly.experiment
 
     @property
+    def branch(self) -> Branch | None:
+        """Where this start began, if it has its state from another run."""
+        return self.begins if isinstance(self.begins, Branch) else None
+
+    @property
     def beginning(self) -> str:
-        """Source of the starting parameters, for an output line; empty if they were initialised."""
+        """Source of the starting state, for an output line; empty if it was initialised."""
+        if isinstance(self.begins, Branch):
+            return f"branching off after {self.begins}, "
+        if self.start:
+            return f"resuming at step {self.start}, "
         if isinstance(self.begins, FromRun):
             return f"from step {self.begins.step} of {self.begins.run_dir}, "
-        return f"from {self.begins.folder}, " if self.begins is not None else ""
+        return f"from {self.begins.folder}, " if isinstance(self.begins, FromHuggingFace) else ""
 
     def step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Dispatches one step on the next state; returns its metrics without waiting for them.
@@ -127,6 +140,7 @@ class Session:
 
     def beginning_state(self) -> TrainState:
         """Recreates the state that the run began with."""
+        assert not isinstance(self.begins, Branch), "it goes back to its own saves alone"
         loaded = starting_params(self.at_rest, self.begins or settled_start(self.assembly))
         return initialise(self.assembly, self.shardings, loaded)
 
@@ -148,6 +162,7 @@ def open_session(
     *,
     cache_dir: Path,
     checkpoints: Checkpoints | None = None,
+    branch: Branch | None = None,
     held_out: bool = False,
     phases: Phases | None = None,
 ) -> Session:
@@ -155,22 +170,22 @@ def open_session(
     anything is compiled or written, except where damage leads back to a step of another corpus;
     problems that need no data come before it is opened (and perhaps tokenised).
 
-    held_out: also open the held-out data, if the experiment evaluates. phases: records times.
+    branch: where the run begins, until `checkpoints` have a step of its own. held_out: also open
+    the held-out data, if the experiment evaluates. phases: records times.
     """
     phases = phases or Phases()
     phases.enter("open")
     assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
-    raise_violations(
-        option_violations(dict(spec.compiler_options), mesh.devices.flat[0]), spec.where
-    )
+    options = dict(spec.compiler_options)
+    raise_violations(option_violations(options, mesh.devices.flat[0]), spec.where)
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
-    begins = None if start else settled_start(assembly)
-    dataset = open_split(experiment, "train", cache_dir, saved=checkpoints is not None)
-    _check_vocabulary(experiment, dataset)
-    if checkpoints is not None:
-        _check_corpus(checkpoints, start, dataset)
-    _skips(experiment, checkpoints, start)  # raises early
+    begins = None if start else branch or settled_start(assembly)
+    if isinstance(begins, Branch):
+        start = begins.step
+        share_failure(partial(begins.refuse_unfit, assembly))
+        notice(begins.comparison(experiment))
+    dataset = _open_data(experiment, cache_dir, checkpoints, start, begins)
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
     if assembly.description is None:
         trace_loss(assembly)
@@ -178,6 +193,7 @@ def open_session(
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     if held_out and experiment.evaluation is not None:
         evaluate.open()
+        _tell_other_held_out(_metadata(checkpoints, start, begins), evaluate)
     if checkpoints is not None:
         shapes = natural_shapes(assembly)
         share_failure(lambda: checkpoints.check_space(shapes))  # last: it makes the directory
@@ -193,7 +209,7 @@ def open_session(
         program = compiling.result()
     compile_s = time.perf_counter() - began
     guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
-    skips = _skips(experiment, checkpoints, start)
+    skips = _skips(experiment, checkpoints, start, begins, dataset)
     loader = Batches(assembly, mesh, dataset, start, skips)
     fields = (dataset, state, start, loader, evaluate, at_rest, compile_s)
     session = Session(assembly, mesh, at_rest.shardings, *fields)
@@ -202,11 +218,60 @@ def open_session(
     return session
 
 
-def _skips(experiment: Experiment, checkpoints: Checkpoints | None, start: int) -> Skips:
+def _open_data(
+    experiment: Experiment,
+    cache_dir: Path,
+    checkpoints: Checkpoints | None,
+    start: int,
+    begins: Start | Branch | None,
+) -> Any:
+    """Returns the rows to train on. Raises ValueError where they are not those of the save that the
+    run goes on from."""
+    dataset = open_split(experiment, "train", cache_dir, saved=checkpoints is not None)
+    _check_vocabulary(experiment, dataset)
+    for text in positions(experiment):
+        notice(f"NOTE {text}")
+    if isinstance(begins, Branch):
+        notice(begins.next_rows(experiment, dataset))
+    elif checkpoints is not None:
+        _check_corpus(checkpoints, start, dataset, experiment)
+    _skips(experiment, checkpoints, start, begins, dataset)  # raises early
+    return dataset
+
+
+def _skips(
+    experiment: Experiment,
+    checkpoints: Checkpoints | None,
+    start: int,
+    begins: Start | Branch | None,
+    dataset: Any,
+) -> Skips:
     """Skipped batches at step `start`. Raises ValueError as `skips_from` does."""
-    metadata = checkpoints.manifest(start).metadata if checkpoints and start else {}
+    if isinstance(begins, Branch):
+        return begins.skips(experiment, dataset)
+    metadata = _metadata(checkpoints, start, begins)
     configured = experiment.execution.health.skip_batches
-    return skips_from(start, configured, metadata.get("skipped", ()))
+    skips = skips_from(start, configured, metadata.get("skipped", ()))
+    return skips._replace(shift=metadata.get("shift", 0))
+
+
+def _metadata(
+    checkpoints: Checkpoints | None, start: int, begins: Start | Branch | None
+) -> dict[str, Any]:
+    """Returns what the save that the run goes on from says of itself; {} if there is none."""
+    if isinstance(begins, Branch):
+        return begins.manifest.metadata
+    return checkpoints.manifest(start).metadata if checkpoints and start else {}
+
+
+def _tell_other_held_out(metadata: dict[str, Any], evaluate: Evaluator) -> None:
+    """Says so if the held-out rows are not those of the save."""
+    saved = metadata.get("held_out")
+    if saved is not None and saved != evaluate.digest:
+        notice(
+            f"NOTE the held-out data is not that of step {metadata.get('step')}: its eval_loss "
+            "does not compare with those before"
+        )
 
 
 def _reducer(assembly: Assembly) -> Any:
@@ -214,15 +279,22 @@ def _reducer(assembly: Assembly) -> Any:
     return assembly.experiment.execution.reducer if assembly.explicit else None
 
 
-def _check_corpus(checkpoints: Checkpoints, start: int, dataset: Any) -> None:
-    stored = checkpoints.manifest(start).metadata.get("data") if start else None
+def _check_corpus(
+    checkpoints: Checkpoints, start: int, dataset: Any, experiment: Experiment
+) -> None:
+    metadata = checkpoints.manifest(start).metadata if start else {}
+    stored = metadata.get("data")
     if stored is not None and stored != dataset.digest:
         old, new = _apart(str(stored), str(dataset.digest))
+        fields = saved_differences(metadata, experiment)
+        changed = "".join(f"; {field}" for field in fields if field.path.startswith("data"))
+        run = checkpoints.directory.parent
         raise ValueError(
             f"the checkpoint of step {start} in {checkpoints.directory} was trained on another "
-            f"corpus (digest {old}, now {new}): its rows would not be the ones that come next; "
-            "bring the corpus back, or start a new run with another --run-dir. Runs of earlier "
-            "versions had packing=DocumentStream() where documents have prompts, and "
+            f"corpus (digest {old}, now {new}{changed}): its rows would not be the ones that come "
+            "next; bring the corpus back, start a new run with another --run-dir, or go on with "
+            f"this corpus in a branch, by --from {run} --name NEW. Runs of earlier versions had "
+            "packing=DocumentStream() where documents have prompts, and "
             "TokenizerFile(add_bos=False)"
         )
 
@@ -240,14 +312,18 @@ def _apart(a: str, b: str) -> tuple[str, str]:
 def _first_state(
     at_rest: AtRest,
     checkpoints: Checkpoints | None,
-    begins: Start | None,
+    begins: Start | Branch | None,
     dataset: Any,
 ) -> tuple[TrainState, int]:
-    """Returns (state, step): restored from the newest undamaged save, or step 0. A new state is
-    created sharded: under jit, each device computes or reads its own shards. Raises ValueError
-    where the save is of another corpus than `dataset`."""
+    """Returns (state, step): restored from the branch's step or the newest undamaged save, or step
+    0. A new state is created sharded: under jit, each device computes or reads its own shards.
+    Raises ValueError where the save is of another corpus than `dataset`."""
+    if isinstance(begins, Branch):
+        return begins.restore(at_rest), begins.step
+    experiment = at_rest.assembly.experiment
     while checkpoints is not None and (start := checkpoints.newest_whole()) is not None:
-        _check_corpus(checkpoints, start, dataset)  # of a step that damage led back to, too
+        # Of a step that damage led back to, too.
+        _check_corpus(checkpoints, start, dataset, experiment)
         with suppress(DamagedCheckpoint):  # the manager noted it, and now skips this step
             return restore_state(at_rest, checkpoints, start), start
     loaded = starting_params(at_rest, begins)

@@ -1,4 +1,4 @@
-"""The batch of the data that a step takes, when some batches are skipped."""
+"""Which rows of the data a step takes: those of its batch, or a later one if some are skipped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ Skip = tuple[int, int]
 
 class Skips(NamedTuple):
     """configured: skips of the experiment. detected: skips after spikes, in the order of their
-    steps. Steps and batches are counted from 0: without skips, step n takes batch n."""
+    steps. Steps and batches are counted from 0: without skips, step n takes batch n. shift: added
+    to the number of each row, in a run that began as a branch with other batches or other data."""
 
     configured: tuple[Skip, ...] = ()
     detected: tuple[Skip, ...] = ()
+    shift: int = 0
 
     def batch(self, step: int) -> int:
         """Number of the batch that `step` takes."""

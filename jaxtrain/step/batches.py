@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxtrain.data import BatchRamp, Dataset, batch_of, rows_of_step
+from jaxtrain.data import Dataset
 from jaxtrain.data.loader import RowSource
 
 Batch = dict[str, np.ndarray]
@@ -83,12 +83,3 @@ class PlacedRows:
             return jax.make_array_from_callback((*shape, *values.shape[1:]), sharding, part)
 
         return {name: array(name, sharding) for name, sharding in self._shardings.items()}
-
-
-def row_numbers(
-    batch: int | BatchRamp, batch_of_step: Callable[[int], int] = lambda step: step
-) -> Callable[[int], np.ndarray]:
-    """step -> the global numbers of its rows: the first of batch `batch_of_step(step)`, which is
-    the step itself if none was skipped. While the batch size grows, a later batch is larger, and
-    its last rows are skipped."""
-    return lambda step: rows_of_step(batch, batch_of_step(step))[: batch_of(batch, step)]

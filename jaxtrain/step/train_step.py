@@ -276,40 +276,49 @@ def global_norms(
     return jnp.sqrt(squared_norm(trees, splits=splits, mesh=mesh if assembly.explicit else None))
 
 
-def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-    """(params, model state, batch) -> LossSums, without dropout. batch: [`evaluated_at_once`, rows,
-    ...]: one batch, or several in a pipeline at once."""
-
-    def one_by(comm: Communicator) -> Callable[..., LossSums]:
-        loss = make_loss(assembly, comm)
-
-        def of_batch(params: Arrays, model_state: Arrays, batch: Arrays) -> LossSums:
-            return loss(params, model_state, jax.tree.map(lambda x: x[0], batch), None)[0]
-
-        return of_batch
-
-    if not assembly.explicit:
-        return assembly.with_matmul_precision(one_by(gspmd_communicator(assembly, mesh)))
-    comm = explicit_communicator(assembly)
-    on_device = one_by(comm) if assembly.pipeline is None else pipeline_loss(assembly, comm)
-
-    def summed(params: Arrays, model_state: Arrays, batch: Arrays) -> LossSums:
-        axes = tuple(assembly.sizes)
-        params, batch = jax.tree.map(lambda x: vary(x, axes), (params, batch))
-        return all_reduce_sums(on_device(params, model_state, batch), axes)
-
-    run = jax.shard_map(
-        summed,
-        mesh=mesh,
-        in_specs=(
-            {k: partition_spec(p.params) for k, p in assembly.places.items()},
-            {},
-            assembly.batch_specs,
-        ),
-        out_specs=partition_spec(()),
-        check_vma=assembly.check_vma,
+def evaluation_loss(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., LossSums]:
+    """(params, model state, batch [`evaluated_at_once`, rows, ...]) -> LossSums without dropout; in
+    the explicit mode a device's shares, inside shard_map. One batch, or several in a pipeline."""
+    if assembly.pipeline is not None:
+        return pipeline_loss(assembly, explicit_communicator(assembly))
+    explicit = assembly.explicit
+    loss = make_loss(
+        assembly,
+        explicit_communicator(assembly) if explicit else gspmd_communicator(assembly, mesh),
     )
+
+    def of_batch(params: Arrays, model_state: Arrays, batch: Arrays) -> LossSums:
+        return loss(params, model_state, jax.tree.map(lambda x: x[0], batch), None)[0]
+
+    return of_batch
+
+
+def evaluated_on(
+    assembly: Assembly,
+    mesh: jax.sharding.Mesh,
+    on_device: Callable[..., Any],
+    total: Callable[[Any], Any],
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """Returns `on_device`, of (params, model state, batch), for arrays on the mesh. In explicit
+    mode it runs inside shard_map, and `total` adds the devices' shares."""
+    if not assembly.explicit:
+        return assembly.with_matmul_precision(on_device)
+
+    def added(params: Arrays, model_state: Arrays, batch: Arrays) -> Any:
+        varied = jax.tree.map(lambda x: vary(x, tuple(assembly.sizes)), (params, batch))
+        return total(on_device(varied[0], model_state, varied[1]))
+
+    params = {k: partition_spec(p.params) for k, p in assembly.places.items()}
+    specs: Any = dict(in_specs=(params, {}, assembly.batch_specs), out_specs=out_specs)
+    run = jax.shard_map(added, mesh=mesh, check_vma=assembly.check_vma, **specs)
     return assembly.with_matmul_precision(run)
+
+
+def make_evaluation_step(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+    """`evaluation_loss` of arrays on the mesh, summed over devices."""
+    total = partial(all_reduce_sums, axes=tuple(assembly.sizes))
+    return evaluated_on(assembly, mesh, evaluation_loss(assembly, mesh), total, partition_spec(()))
 
 
 def compile_step(

@@ -165,7 +165,8 @@ def _truncate(path: Path, start: int) -> tuple[int, bool]:
 class MetricsWriter:
     """Appends to `run_dir/metrics.jsonl` and `run_dir/events`; only process 0 writes anything.
 
-    `start` is the first step this run will log. When it opens, lines from `start` on (of an
+    `start` is the first step this run will log, `first` that of the whole run. When it opens, lines
+    from `start` on (of an
     abandoned continuation) and an incomplete last line are dropped, so no step appears twice.
     `wall` gives the seconds since 1970. `write` hands a line to the operating system before it
     returns. Raises `ValueError` for a damaged file and for steps that do not increase, `OSError`
@@ -179,6 +180,7 @@ class MetricsWriter:
         start: int = 0,
         tensorboard: bool | None = True,
         process: int = 0,
+        first: int = 1,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._wall = wall
@@ -195,7 +197,7 @@ class MetricsWriter:
         self._last, cut = _truncate(folder / METRICS_FILE, start)
         if cut:
             self.lacks = f"the last line of {folder / METRICS_FILE} was cut off; it is dropped"
-        elif start > 1 and self._last < 0:
+        elif start > first and self._last < 0:
             self.lacks = f"{folder / METRICS_FILE} has no line of the steps before {start}"
         self._file = AppendedFile(folder / METRICS_FILE)
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -172,7 +171,7 @@ class Renderer:
         places = [str(Path(__file__).parents[2]), *(path or os.getcwd() for path in sys.path)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(places)}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxtrain.tokenizers.renderer"],
+            [sys.executable, "-P", "-m", "jaxtrain.tokenizers.renderer", str(CPU_SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -190,12 +189,7 @@ class Renderer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

@@ -31,7 +31,6 @@ from jaxtrain.tokenizers.assistant_turns import (
     turn_markup,
     without_generation_blocks,
 )
-from jaxtrain.tokenizers.chat import CPU_SECONDS
 from jaxtrain.tokenizers.spelled import beginnings, pattern_of
 
 MEMORY_BYTES, MOST_CHARACTERS = 1 << 30, 16 << 20
@@ -213,22 +212,24 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _limit_time() -> None:
-    """Lets this process use the processor for CPU_SECONDS from now on: then it is ended, also in
-    the midst of an operation."""
+def _limit_time(seconds: int) -> None:
+    """Lets this process use the processor for so many seconds from now on: then it is ended, also
+    in the midst of an operation."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS
+    soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
+    """Answers requests until there are no more. The argument is the limit of each one's processor
+    time, in seconds."""
+    seconds = int(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ended by its parent, which ends its input
     _limit_memory()
     program = None
     for line in sys.stdin:
         try:
-            _limit_time()
+            _limit_time(seconds)
             request = json.loads(line)
             if program is None:
                 program, answer = TemplateProgram(**request), {}

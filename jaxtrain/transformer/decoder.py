@@ -196,13 +196,50 @@ class Decoder(LayeredModel):
         of each token in the batch.
         """
         x = self.hidden(x, context, comm, loop)
+        head, x = self._head(tables, x, comm)
         name = "embedding" if self.config.tied else "head"
-        head, x = (tables[name], x) if name in tables else self.gather_param(comm, name, x)
         config = replace(self.head_config, frozen=bool(comm.frozen_of({name: head}, "")))
         targets, weights = batch["targets"].reshape(-1), _token_weights(batch)
         rows = len(batch["tokens"])
         total = cross_entropy(comm, x, head, targets, weights, config, rows=rows)
         return LossSums(total, jnp.sum(weights) / comm.vocab_ways())
+
+    def logits(
+        self,
+        tokens: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        dtype: Any = jnp.float32,
+    ) -> jax.Array:
+        """Returns the fp32 logits [rows, seq, vocab] of what follows each of `tokens` [rows, seq].
+
+        segments: numbers of the documents in a row, [rows, seq]; a token sees those of its own.
+        positions: of tokens in their document; None counts them along the row. dtype: of products.
+        """
+        if jnp.ndim(tokens) != 2 or not jnp.size(tokens):
+            raise ValueError(f"tokens has shape {jnp.shape(tokens)}; give ids [rows, seq]")
+        limit = self.config.learned_positions
+        if limit is not None and tokens.shape[1] > limit:
+            raise ValueError(
+                f"rows of {tokens.shape[1]} tokens pass the {limit} learned positions; give "
+                "shorter ones"
+            )
+        given = {"tokens": tokens, "segments": segments, "positions": positions}
+        batch: Batch = {name: values for name, values in given.items() if values is not None}
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
+            return self._logits(batch, Local(dtype), LayerLoop(remat="none"))
+
+    def _logits(self, batch: Batch, comm: Communicator, loop: LayerLoop) -> jax.Array:
+        shape = batch["tokens"].shape
+        tables, batch = self.gather_lookups(comm, batch)
+        context = self.context(batch, None, comm)
+        x = self.enter(tables, batch, context, comm, loop)
+        x, gathered = self.run_period(x, context, comm, loop)
+        x = self.hidden(x, context, comm, loop)
+        head, x = self._head({**tables, **gathered}, x, comm)
+        z = logits(x, head, self.head_config)
+        return z.reshape(*shape, -1)[..., : self.config.vocab]
 
     def hidden(
         self, x: jax.Array, context: Context, comm: Communicator, loop: LayerLoop
@@ -212,6 +249,13 @@ class Decoder(LayeredModel):
         for i, block in enumerate(self.suffix):
             x = self.run_outside(block, f"suffix.{i}.", x, context, comm, loop, layer=last + i)
         return self.norm(x)
+
+    def _head(
+        self, tables: Tables, x: jax.Array, comm: Communicator
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the gathered head, and x, for which a gather waits."""
+        name = "embedding" if self.config.tied else "head"
+        return (tables[name], x) if name in tables else self.gather_param(comm, name, x)
 
     def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Context:
         """Returns the facts of a batch's tokens that every layer gets."""

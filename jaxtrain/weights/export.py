@@ -16,7 +16,7 @@ from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.weights.loading import is_run, load
 from jaxtrain.weights.tokenizer_files import (
     GENERATION,
-    recorded_positions,
+    declared_positions,
     tokenizer_files,
 )
 
@@ -74,5 +74,5 @@ def _positions(run: Path) -> int | None:
     run's data, or the limit of the folder it began with, as far as the run keeps them."""
     stored = stored_experiment(run) or {}
     data = stored.get("data")
-    limits = [data.get("seq") if isinstance(data, dict) else None, recorded_positions(run)]
+    limits = [data.get("seq") if isinstance(data, dict) else None, declared_positions(run)]
     return max((n for n in limits if type(n) is int and n > 0), default=None)

@@ -29,12 +29,12 @@ from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.validation.own_attention import is_standard
 from jaxtrain.violations import raise_violations
 from jaxtrain.weights.start import (
-    AVERAGES,
     PARAMS,
     StoredStep,
     manifest_of,
     read_stored,
     stored_params,
+    uses_averages,
 )
 from jaxtrain.weights.tokenizer_files import (
     KeptTokenizer,
@@ -129,14 +129,9 @@ def _of_run(
     precision = stored_field(path, "precision", trust=trust)
     tuning = stored_field(path, "fine_tuning", trust=trust)
     lora = getattr(tuning, "lora", None)
-    _refuse_unsaved(path)
+    refuse_unsaved(path)
     step, manifest = manifest_of(path, step)
-    has_averages = any(name.startswith(AVERAGES) for name in manifest.leaves)
-    if averaged and not has_averages:
-        raise ValueError(
-            f"averaged=True: step {step} of {path} has no averaged weights, which a run keeps with "
-            f"Experiment(ema_decay=...); use averaged=None, which takes them where there are any"
-        )
+    averaged = uses_averages(path, step, manifest, averaged)
     adapters, scale = None, 1.0
     if lora is not None:
         scale = lora.alpha / lora.rank
@@ -144,7 +139,7 @@ def _of_run(
         targets = tuple(k.removesuffix(INTO) for k in names if k.endswith(INTO))
         adapters = Adapters(lora.rank, scale, targets)
     template = _template(abstract_model(config, adapters=adapters), spec, precision.params)
-    start = FromRun(path, step, averaged=has_averages and averaged is not False)
+    start = FromRun(path, step, averaged=averaged)
     stored = stored_params(start, template, buffers_of(description_of(config), scaled=True).anew)
     tokenizer, lacking = None, ""
     try:
@@ -176,7 +171,8 @@ def _refuse_own_attention(path: Path, trust: Trust) -> None:
     )
 
 
-def _refuse_unsaved(path: Path) -> None:
+def refuse_unsaved(path: Path) -> None:
+    """Raises ValueError for a run without a checkpoint."""
     if not committed_steps(path / CHECKPOINTS):
         raise ValueError(
             f"{path} is a run that has saved nothing yet; wait for its first checkpoint in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,14 @@ from jaxtrain.checkpoint.run_config import CHECKPOINTS, stored_experiment
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
-from jaxtrain.experiment.load import stored_name
-from jaxtrain.experiment.stored import ForeignField, of_another, own_attention, stored_field
+from jaxtrain.experiment.load import config_of, stored_name
+from jaxtrain.experiment.stored import (
+    ForeignField,
+    completed,
+    of_another,
+    own_attention,
+    stored_field,
+)
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.huggingface import read_params, refuse_unfit, require_decoder
 from jaxtrain.models.adapters import INTO, is_adapter
@@ -70,10 +77,16 @@ def settled_start(assembly: Assembly) -> Start | None:
 
 def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
     e, shapes = assembly.experiment, _loaded_shapes(assembly)
+    stored_params(start, shapes, own_leaves(e.model), model_differences(start, assembly))
+
+
+def model_differences(start: FromRun, assembly: Assembly) -> list[str]:
+    """Returns why the parameters of a run would compute something else in this model, as far as
+    their shapes do not show it, one line each."""
+    e = assembly.experiment
     problems = [] if start.leaves is not None else _model_differences(start, e)
     problems += _attention_differences(start, e)
-    problems += _scale_difference(start, e, shapes)
-    stored_params(start, shapes, own_leaves(e.model), problems)
+    return problems + _scale_difference(start, e, _loaded_shapes(assembly))
 
 
 def _loaded_shapes(assembly: Assembly) -> Shapes:
@@ -91,7 +104,7 @@ def own_leaves(model: Any) -> frozenset[str]:
 def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
     """Returns the differences of the models that shapes do not show."""
     ours = essence(experiment.model)
-    if ours is None:
+    if ours is None or _is_stored_model(start, experiment):
         return []
     try:
         theirs = essence(stored_field(start.run_dir, "model", trust=start.trust))
@@ -101,6 +114,17 @@ def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
         return []
     fields = differences(ours, theirs)
     return [f"model: {name} is {own}, there {other}" for name, own, other in dict.fromkeys(fields)]
+
+
+def _is_stored_model(start: FromRun, experiment: Experiment) -> bool:
+    """True if the run's model is stored as the experiment's would be: nothing it names is
+    imported."""
+    stored = completed({"experiment": stored_experiment(Path(start.run_dir))}, experiment)
+    try:
+        model = config_of(experiment)["model"]
+    except ValueError:  # it cannot be stored
+        return False
+    return (stored["experiment"] or {}).get("model") == json.loads(json.dumps(model))
 
 
 def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
@@ -240,6 +264,18 @@ def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
         )
         raise ValueError(f"step {step} of {run_dir}: {'; '.join(foreign)}; {remedy}")
     return step, manifest
+
+
+def uses_averages(run: str | Path, step: int, manifest: Manifest, averaged: bool | None) -> bool:
+    """Returns whether a step's averaged weights are used. averaged: None where it has any. Raises
+    ValueError where they are asked for and it has none."""
+    has_averages = any(name.startswith(AVERAGES) for name in manifest.leaves)
+    if averaged and not has_averages:
+        raise ValueError(
+            f"averaged=True: step {step} of {run} has no averaged weights, which a run keeps with "
+            "Experiment(ema_decay=...); use averaged=None, which takes them where there are any"
+        )
+    return has_averages and averaged is not False
 
 
 def _source(name: str, manifest: Manifest, *, averaged: bool) -> str:

@@ -68,16 +68,15 @@ def record_positions(run: Path) -> None:
     start = _beginning_of(run)
     if start is not None and not (run / POSITIONS).is_file():
         with suppress(OSError, ValueError):  # no longer readable
-            limits = [json_object(start / name).get(ROWS) for name in (NAME, POSITIONS)]
-            if valid := [n for n in limits if type(n) is int and n > 0]:
-                write_text(run / POSITIONS, json.dumps({ROWS: max(valid)}) + "\n")
+            if positions := declared_positions(start):
+                write_text(run / POSITIONS, json.dumps({ROWS: positions}) + "\n")
 
 
-def recorded_positions(run: Path) -> int | None:
-    """Returns the number that `record_positions` stored, or None. Raises ValueError as
-    `json_object`."""
-    positions = json_object(run / POSITIONS).get(ROWS)
-    return positions if type(positions) is int and positions > 0 else None
+def declared_positions(path: Path) -> int | None:
+    """Returns the largest number of positions that a folder declares, or that a run records of the
+    folder it began with; None if there is none. Raises OSError, and ValueError as `json_object`."""
+    limits = [json_object(path / name).get(ROWS) for name in (NAME, POSITIONS)]
+    return max((n for n in limits if type(n) is int and n > 0), default=None)
 
 
 def _beginning_of(run: Path) -> Path | None:

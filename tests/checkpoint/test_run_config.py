@@ -99,6 +99,18 @@ def test_what_was_stored_is_completed_before_it_is_compared(tmp_path):
     assert compare_config(tmp_path, {"a": 1, "moved": 4}, **given) == [("moved", 3, 4)]
 
 
+def test_a_field_is_left_out_with_all_below_it_alone(tmp_path):
+    """`*` is any one name; what lies above a field that is left out still counts."""
+    stored = {"a": {"b": 1, "c": [[0, {"d": 2}], [0, {"d": 3}]]}, "e": None}
+    write_config(tmp_path, stored)
+    now = {"a": {"b": {"x": 9}, "c": [[0, {"d": 4}], [1, {"d": 3}]]}, "e": {"f": 1}}
+    found = [d.path for d in compare_config(tmp_path, now, ignore=())]
+    assert found == ["a.b", "a.b.x", "a.c.0.1.d", "a.c.1.0", "e", "e.f"]
+    ignore = ("a.b", "a.c.*.1.d", "e.f")
+    assert [d.path for d in compare_config(tmp_path, now, ignore=ignore)] == ["a.c.1.0", "e"]
+    assert [d.path for d in compare_config(tmp_path, now, ignore=("*.b",))] == found[2:]
+
+
 def test_another_experiment_is_refused_with_all_the_fields(tmp_path):
     write_config(tmp_path, CONFIG)
     now = changed("optimizer.learning_rate.peak", 0.001) | {"seed": 1, "steps": 5}

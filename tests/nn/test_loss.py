@@ -61,11 +61,11 @@ def test_values_and_gradients_equal_the_dense_ones(config, chunk_tokens):
     x, head, targets, weights = inputs(vocab=config.vocab)
     both = [
         jax.jit(
-            jax.value_and_grad(lambda x, h, f=f: 3.0 * f(x, h, targets, weights, config), (0, 1))
+            jax.value_and_grad(lambda x, h, w, f=f: 3.0 * f(x, h, targets, w, config), (0, 1, 2))
         )
         for f in (chunked, dense)
     ]
-    (found, grads), (wanted, oracle) = (f(x, head) for f in both)
+    (found, grads), (wanted, oracle) = (f(x, head, weights) for f in both)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     for g, o in zip(grads, oracle, strict=True):
         np.testing.assert_allclose(g, o, rtol=1e-4, atol=1e-5)
@@ -149,12 +149,13 @@ def test_split_over_the_vocabulary(data, tensor, config, check_vma):
     def on_device(x, head, targets, weights):
         x, head, targets, weights = (vary(a, axes) for a in (x, head, targets, weights))
 
-        def share(x, head):
+        def share(x, head, weights):
             return cross_entropy(comm, x, head, targets, weights, config, rows=ROWS // data)
 
-        loss, (dx, dhead) = jax.value_and_grad(share, (0, 1))(x, head)
-        plain = share(x, head)
-        return loss[None], plain[None], dx, jax.lax.psum(dhead, "data")
+        loss, (dx, dhead, dweights) = jax.value_and_grad(share, (0, 1, 2))(x, head, weights)
+        plain = share(x, head, weights)
+        dweights = jax.lax.psum(dweights, "tensor")
+        return loss[None], plain[None], dx, jax.lax.psum(dhead, "data"), dweights
 
     specs = (P(axes), P("tensor"), P("data"), P("data"))
     run = jax.jit(
@@ -162,17 +163,20 @@ def test_split_over_the_vocabulary(data, tensor, config, check_vma):
             on_device,
             mesh=mesh,
             in_specs=specs,
-            out_specs=(P(axes), P(axes), P(axes), P("tensor")),
+            out_specs=(P(axes), P(axes), P(axes), P("tensor"), P("data")),
             check_vma=check_vma,
         )
     )
     args = inputs(vocab=config.vocab)
-    loss, plain, dx, dhead = run(*args)
-    wanted, (ox, ohead) = jax.value_and_grad(dense, (0, 1))(*args, config)
+    loss, plain, dx, dhead, dweights = run(*args)
+    wanted, (ox, ohead, _, oweights) = jax.value_and_grad(dense, (0, 1, 2, 3), allow_int=True)(
+        *args, config
+    )
     np.testing.assert_allclose(loss.sum(), wanted, rtol=1e-5)
     np.testing.assert_allclose(plain, loss, rtol=1e-6)
     np.testing.assert_allclose(dx, ox, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(dhead, ohead, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dweights, oweights, rtol=1e-4, atol=1e-5)
 
 
 def widest_logits(function, *args, vocab):
@@ -247,10 +251,12 @@ def test_fp16_gradients_do_not_overflow_whatever_the_weights(largest, scale):
     x, head, targets, weights = inputs(jnp.float16, vocab=25, loud=0.1)
     weights = weights.at[0].set(1.0) * largest
 
-    def scaled(f, x, head):
+    def scaled(f, x, head, weights):
         return f(x, head, targets, weights, config) / (largest * scale)
 
-    found, oracle = (jax.grad(partial(scaled, f), (0, 1))(x, head) for f in (chunked, dense))
+    found, oracle = (
+        jax.grad(partial(scaled, f), (0, 1, 2))(x, head, weights) for f in (chunked, dense)
+    )
     for g, o in zip(found, oracle, strict=True):
         g, o = np.float32(g), np.float32(o)
         assert np.abs(g - o).max() < 2**-8 * np.abs(o).max()

@@ -21,6 +21,7 @@ from jaxtrain.checkpoint.storage import whole_manifest
 from jaxtrain.cluster.phases import LOST
 from jaxtrain.cluster.requests import Requests
 from jaxtrain.data import BatchRamp, rows_of_step
+from jaxtrain.data.batch_size import row_numbers
 from jaxtrain.fault_tolerance.state_faults import change_state
 from jaxtrain.health.checks import WrongNumbers
 from jaxtrain.run.hooks import Profiling
@@ -29,7 +30,6 @@ from jaxtrain.run.rollback import Rollbacks, good_step
 from jaxtrain.run.saving import Saving
 from jaxtrain.run.watch import LossWatch
 from jaxtrain.session.skips import Skips, skips_from
-from jaxtrain.step.batches import row_numbers
 from jaxtrain.telemetry.metrics import read_metrics
 from jaxtrain.telemetry.profiler import Steps
 

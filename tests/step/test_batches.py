@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.data import BatchRamp, BigramChain
-from jaxtrain.step.batches import PlacedRows, fields_of, row_numbers
+from jaxtrain.data.batch_size import row_numbers
+from jaxtrain.step.batches import PlacedRows, fields_of
 
 SEQ, ROWS = 4, 8
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, processors
 
 from jaxtrain.data import ByteTokenizer, TokenizerFile
 from jaxtrain.tokenizers import HuggingFaceVocabulary
+from jaxtrain.tokenizers import chat as chat_module
 from jaxtrain.tokenizers.chat import ChatEncoder, ChatTemplate, Conversation, folder_template
 
 KINDS = ("bytes", "words")
@@ -182,8 +183,8 @@ HOSTILE = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "for more",
     # In one operation of C, and while the template is compiled.
     "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
-    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}": "for more than 10 s",
-    "{{ (7 ** (10 ** 9)) % 3 }}": "for more than 10 s",
+    "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}": "for more than 2 s",
+    "{{ (7 ** (10 ** 9)) % 3 }}": "for more than 2 s",
     "{{ 'a' * 10 ** 11 }}": "of memory",
     "{{ lipsum() }}": "'lipsum' is undefined",
     "{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}": "16,777,216 characters",
@@ -196,13 +197,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("source", HOSTILE)
-def test_a_template_is_bounded(source: str) -> None:
-    """By processor time, not by the clock."""
+def test_a_template_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By processor time, not by the clock; of 10 s outside of this test."""
+    assert chat_module.CPU_SECONDS == 10
+    monkeypatch.setattr(chat_module, "CPU_SECONDS", 2)
     vocab = HuggingFaceVocabulary(
         vocabulary("gemma").json, eos="</s>", chat=ChatTemplate(source.replace("\n", ""))
     )
-    with pytest.raises(ValueError, match=HOSTILE[source]), ChatEncoder(vocab) as chat:
-        chat.encode(Conversation(turns("a", "b")))
+    with pytest.raises(ValueError, match=HOSTILE[source]), ChatEncoder(vocab) as encoder:
+        encoder.encode(Conversation(turns("a", "b")))
 
 
 def test_a_conversation_after_a_refused_one_is_rendered() -> None:

@@ -1,0 +1,104 @@
+"""Where a run begins, as it is asked for and as its config.json records it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.checkpoint.run_config import ANEW, CHECKPOINTS, read_config
+from jaxtrain.checkpoint.run_config import NAME as CONFIG
+from jaxtrain.checkpoint.storage import committed_steps
+from jaxtrain.cluster.agreement import from_first
+from jaxtrain.files.stores import local_path
+from jaxtrain.session.branch import Branch
+from jaxtrain.weights.start import manifest_of
+
+NAME = "branch"
+"""The entry of a run's config.json that says where it began."""
+FORM = "RUN or RUN@STEP, a run directory and the number of a step saved there"
+
+
+def branch_from(
+    asked: str | Path | None, run: Path | None, last: int, *, fresh: bool
+) -> Branch | None:
+    """Returns where a run begins, the same on all processes; None for a run that is no branch.
+
+    asked: RUN or RUN@STEP, the newest step if none is given; None for what is recorded in `run`,
+    the directory that the run goes on in (None: it has none). last: the step that it ends with.
+    fresh: it begins anew there. Raises ValueError where there is no such step, nothing would be
+    trained after it, or `run` began elsewhere.
+    """
+    begins = from_first(lambda: _beginning(asked, run, fresh=fresh))
+    if begins is None:
+        return None
+    branch = Branch(Path(begins["run"]), begins["step"], begins if "differs" in begins else None)
+    branch.refuse_fewer_steps(last)
+    return branch
+
+
+def _beginning(asked: str | Path | None, run: Path | None, *, fresh: bool) -> dict[str, Any] | None:
+    config = None if run is None or fresh else read_config(run)
+    recorded = recorded_in(config)
+    if asked is None:
+        return recorded
+    path, step = run_and_step(asked)
+    source = path.resolve()
+    begins = {"run": str(source), "step": step}
+    if run is not None and source.is_relative_to(run.resolve()):
+        otherwise = "begin anew there" if fresh else "go on with that run"
+        raise ValueError(
+            f"a branch of {path} is a run of its own, not in {run}; give another --run-dir or "
+            f"--name, or leave --from out to {otherwise}"
+        )
+    if recorded and recorded["run"] == begins["run"] and step in (None, recorded["step"]):
+        return recorded  # the other run may have removed the step meanwhile
+    if config is not None:
+        began = "is no branch of another"
+        if recorded:
+            began = f"began at {recorded['run']}@{recorded['step']}"
+        raise ValueError(
+            f"the run in {run} {began}, and --from is {asked}: leave --from out to go on with it, "
+            f"or {ANEW}"
+        )
+    refuse_no_directory(path)
+    steps = committed_steps(path / CHECKPOINTS)
+    if step is not None and steps and step not in steps:
+        raise ValueError(f"{path} has no step {step}; saved there: {', '.join(map(str, steps))}")
+    return {**begins, "step": manifest_of(path, step)[0]}
+
+
+def run_and_step(text: str | Path) -> tuple[Path, int | None]:
+    """Returns the directory of RUN or RUN@STEP, and the step, None if none is given. Raises
+    ValueError for what is neither."""
+    if not isinstance(text, str | Path) or not str(text):
+        raise ValueError(f"{text!r} is no run; give {FORM}")
+    path, at, step = str(text).rpartition("@")
+    if not at or Path(text).exists():
+        return local_path("run", text), None
+    if not step.isdecimal():
+        raise ValueError(f"{text} has no step behind the @; give {FORM}")
+    return local_path("run", path), int(step)
+
+
+def refuse_no_directory(path: Path) -> None:
+    """Raises ValueError where there is no directory, with the one in runs/ that may be meant."""
+    if not path.is_dir():
+        near = Path("runs") / path
+        hint = f"; did you mean {near}?" if near.is_dir() else f"; give {FORM}"
+        raise ValueError(f"there is no directory {path}{hint}")
+
+
+def recorded_in(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns where the run of a config.json began: its directory `run`, the `step`, and what
+    `differs`; None if it is no branch. Raises ValueError for an entry of another form."""
+    entry = (config or {}).get(NAME)
+    if entry is None:
+        return None
+    kinds = {"run": str, "step": int, "digest": str, "differs": dict}
+    fits = isinstance(entry, dict) and all(type(entry.get(k)) is v for k, v in kinds.items())
+    if not fits or not entry["run"].isprintable() or entry["step"] < 1:
+        raise ValueError(
+            f"{CONFIG} has {NAME}={json.dumps(entry)}, which does not say where a run began"
+        )
+    return entry

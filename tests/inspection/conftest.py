@@ -1,0 +1,3 @@
+from tests.tiny import own
+
+__all__ = ["own"]
