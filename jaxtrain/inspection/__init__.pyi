@@ -1,5 +1,7 @@
 """The public names and where they are: read by type checkers, and by `__init__.py`."""
 
+from .capture import capture as capture
+from .capture import gradients as gradients
 from .score import Scored as Scored
 from .score import score_rows as score_rows
 

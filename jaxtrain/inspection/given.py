@@ -17,7 +17,7 @@ from jaxtrain.experiment.stored import stored_field
 from jaxtrain.inspection.opened import kept_vocabulary, same_ids
 from jaxtrain.sources.files import FileSource, kind
 
-BY_SUFFIX = {".jsonl": JsonLines, ".csv": Csv, ".parquet": Parquet}
+BY_SUFFIX = {suffix: source for source in (JsonLines, Csv, Parquet) for suffix in source.suffixes}
 HELD_OUT = "held_out"
 
 
@@ -95,12 +95,15 @@ def data_for(run: Path, data: Any, split: str | None, cache: Path, trust: Trust)
 
 def _files(run: Path, patterns: tuple[str, ...], trust: Trust) -> FileSource:
     """Returns the source of files, by the suffix of the first; with the fields of the run's own
-    source if that is of the same kind."""
-    source_of: type[FileSource] = BY_SUFFIX.get(kind(patterns[0]), TextFiles)
+    source if that reads such files."""
+    suffix = kind(patterns[0])
     own = getattr(stored_field(run, "data", trust=trust), "source", None)
-    if isinstance(own, FileSource) and set(own.suffixes) == set(source_of.suffixes):
+    reads = isinstance(own, FileSource) and (
+        suffix in own.suffixes or (isinstance(own, TextFiles) and suffix not in BY_SUFFIX)
+    )
+    if isinstance(own, FileSource) and reads:
         return replace(own, patterns=patterns)
-    return source_of(patterns)
+    return BY_SUFFIX.get(suffix, TextFiles)(patterns)
 
 
 def _of_source(run: Path, source: Any, trust: Trust) -> TextData:

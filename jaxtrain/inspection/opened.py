@@ -105,11 +105,10 @@ def directory_of(run: str | Path) -> tuple[Path, int | None]:
     path, step = run_and_step(run)
     refuse_no_directory(path)
     if not loading.is_run(path):
-        weights = (path / NAME).is_file()
-        what = (
-            "a folder of weights, which load and generate read" if weights else "no run directory"
-        )
-        raise ValueError(f"{path} is {what}; give {FORM}")
+        kind = "no run directory"
+        if (path / NAME).is_file():
+            kind = "a folder of weights, which load and generate read"
+        raise ValueError(f"{path} is {kind}; give {FORM}")
     loading.refuse_unsaved(path)
     return path, step
 

@@ -55,7 +55,7 @@ def score(
     trust: Trust = (),
 ) -> list[Scored]:
     """Returns the log-probability of each token of texts, by the model of a saved run: the numbers
-    of which training sums its loss, to the bit on the same mesh and the same rows.
+    of which training without dropout sums its loss, to the bit on the same mesh and rows.
 
     run: RUN or RUN@STEP, a run directory and a saved step, its newest if none is given. texts:
     texts, which the run's tokenizer encodes as a document begins, or their ids. Each has a row of
@@ -71,10 +71,10 @@ def score(
         raise ValueError(
             f"texts is a {type(texts).__name__}; give a list of texts, or of their ids"
         )
-    given, path = list(texts), directory_of(run)[0]
-    has_text = any(isinstance(text, str) for text in given)
+    path, listed_texts = directory_of(run)[0], list(texts)
+    has_text = any(isinstance(text, str) for text in listed_texts)
     vocabulary: Any = kept_vocabulary(path, trust) if has_text else None
-    listed = [_ids(number, text, vocabulary) for number, text in enumerate(given)]
+    listed = [_ids(number, text, vocabulary) for number, text in enumerate(listed_texts)]
     data, model = (stored_field(path, name, trust=trust) for name in ("data", "model"))
     if not hasattr(data, "seq"):
         raise ValueError(
@@ -149,13 +149,9 @@ def score_rows(
     """
     if jax.process_count() > 1:
         raise ValueError("tokens are scored by one process, and this is one of several")
-    spec, arrays = mesh_spec(mesh), _arrays(rows)
-    if isolate_documents is None:
-        isolate_documents = _isolates(directory_of(run)[0], trust)
-    first = next(iter(arrays.values()))
-    data = GivenRows(arrays, isolate_documents, first.shape[1])
+    spec, data = mesh_spec(mesh), data_of_rows(run, rows, isolate_documents, trust)
     if len(data) == 0:
-        return np.zeros(first.shape[:2], np.float32)
+        return np.zeros((0, data.seq), np.float32)
     more: Any = dict(averaged=averaged, microbatches=microbatches, trust=trust)
     stored = stored_model(run, data, **more)
     dataset = open_split(stored.experiment, "train", Path())
@@ -186,13 +182,19 @@ def score_rows(
     return losses if order is None else losses[:, np.argsort(order)]
 
 
-def _isolates(run: Path, trust: Trust) -> bool:
-    """Returns whether documents see only themselves in a run's rows; True if its data is not known
-    here."""
-    try:
-        return getattr(stored_field(run, "data", trust=trust), "isolate_documents", True)
-    except ForeignField:
-        return True
+def data_of_rows(
+    run: str | Path, rows: Mapping[str, Any], isolate_documents: bool | None, trust: Trust
+) -> GivenRows:
+    """Returns rows as data, with the run's own `isolate_documents` (True if its data is not known
+    here) if that is None. Raises ValueError as `_arrays`, and where there is no run."""
+    arrays, path = _arrays(rows), directory_of(run)[0]
+    if isolate_documents is None:
+        try:
+            data = stored_field(path, "data", trust=trust)
+        except ForeignField:
+            data = None
+        isolate_documents = getattr(data, "isolate_documents", True)
+    return GivenRows(arrays, isolate_documents, next(iter(arrays.values())).shape[1])
 
 
 def _arrays(rows: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -48,10 +48,8 @@ class Saving:
         branch, metadata = self.session.branch, dict[str, Any]()
         if branch is None or step != branch.step:
             metadata = self.manager.manifest(step).metadata if step else {}
-        elif branch.has_data(
-            self.session.experiment, self.session.dataset
-        ):  # losses on other data tell nothing
-            metadata = branch.manifest.metadata
+        elif branch.has_data(self.session.experiment, self.session.dataset):
+            metadata = branch.manifest.metadata  # losses on other data tell nothing
         return LossWatch(policy, metadata.get("spikes"))
 
     @property

@@ -77,13 +77,12 @@ class Branch:
     def refuse_unfit(self, assembly: Assembly) -> None:
         """Raises ValueError where the step is another than at the first start, its model is
         another, its state has other leaves, or the experiment begins with other weights: with each
-        of them. Reads all that is read of the other run, but for the state."""
+        of them."""
         if self.recorded is not None and self.recorded["digest"] != self.digest:
             raise ValueError(
                 f"{self} is another state than the one that this run began with, which it has not "
                 f"saved yet; bring that back, or {ANEW}"
             )
-        assert self.batch, "read here, where a failure is shared"
         differences = saved_differences(self.manifest.metadata, assembly.experiment)
         leaves = state_mismatches(assembly, self.manifest)
         model = model_differences(FromRun(self.run, self.step), assembly)

@@ -6,7 +6,7 @@ stacked and looped over. Uniform models have a period of one block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -175,7 +175,7 @@ class Decoder(LayeredModel):
     def enter(
         self, tables: Tables, batch: Batch, context: Context, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
-        x = self._embed(tables["embedding"], batch["tokens"], context, comm)
+        x = self.embed(tables["embedding"], batch["tokens"], context, comm)
         for i, block in enumerate(self.prefix):
             x = self.run_outside(block, f"prefix.{i}.", x, context, comm, loop, layer=i)
         return x
@@ -217,6 +217,14 @@ class Decoder(LayeredModel):
         segments: numbers of the documents in a row, [rows, seq]; a token sees those of its own.
         positions: of tokens in their document; None counts them along the row. dtype: of products.
         """
+        batch = self.batch_of(tokens, segments, positions)
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
+            return self._logits(batch, Local(dtype), LayerLoop(remat="none"))
+
+    def batch_of(
+        self, tokens: jax.Array, segments: jax.Array | None, positions: jax.Array | None
+    ) -> Batch:
+        """Returns a batch for `logits`. Raises ValueError for tokens of another form."""
         if jnp.ndim(tokens) != 2 or not jnp.size(tokens):
             raise ValueError(f"tokens has shape {jnp.shape(tokens)}; give ids [rows, seq]")
         limit = self.config.learned_positions
@@ -226,9 +234,21 @@ class Decoder(LayeredModel):
                 "shorter ones"
             )
         given = {"tokens": tokens, "segments": segments, "positions": positions}
-        batch: Batch = {name: values for name, values in given.items() if values is not None}
-        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
-            return self._logits(batch, Local(dtype), LayerLoop(remat="none"))
+        return {name: values for name, values in given.items() if values is not None}
+
+    def blocks(self, comm: Local) -> Iterator[Block]:
+        """Yields the layers in natural order, each with its parameters in the compute dtype."""
+        prefix, parts, suffix = (
+            [take_apart(block) for block in blocks]
+            for blocks in (self.prefix, self.period, self.suffix)
+        )
+        stack = (
+            (part.static, {name: stacked[period] for name, stacked in part.params.items()})
+            for period in range(self.config.periods)
+            for part in parts
+        )
+        for static, params, *_ in (*prefix, *stack, *suffix):
+            yield put_together(static, comm.fetch(params, ""))
 
     def _logits(self, batch: Batch, comm: Communicator, loop: LayerLoop) -> jax.Array:
         shape = batch["tokens"].shape
@@ -282,9 +302,10 @@ class Decoder(LayeredModel):
         places = batch["places"].reshape(-1) if "places" in batch else None
         return Context(positions, starts, ropes, keys, facts=TokenFacts(weights, places))
 
-    def _embed(
+    def embed(
         self, table: jax.Array, ids: jax.Array, context: Context, comm: Communicator
     ) -> jax.Array:
+        """Returns the residual stream before the first layer, [tokens share, embed]."""
         config = self.config
         x = comm.embed(table, ids.reshape(-1))
         if config.embedding_scale != 1.0:
@@ -316,7 +337,7 @@ class Decoder(LayeredModel):
         batch = {"tokens": ids, "positions": positions}
         context = self._context(batch, None, comm, index + new)._replace(index=index)
         table, ids = self.gather_param(comm, "embedding", ids)
-        x = self._embed(table, ids, context, comm)
+        x = self.embed(table, ids, context, comm)
         first, n = len(self.prefix), len(self.period)
         out: list[Any] = list(caches)
         for i, block in enumerate(self.prefix):

@@ -170,6 +170,8 @@ def test_other_texts_are_encoded_by_the_run_s_tokenizer(bpe, home: Path, tmp_pat
     assert everything[0] == everything[1] == everything[2] != own
     whole = jaxtrain.TextFiles(name, separator="\n\n", held_out=0.0)
     assert everything[0] == jaxtrain.evaluate(run, whole, split="train", **cache)
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    assert jaxtrain.evaluate(run, tmp_path / "copy.jsonl", **cache) == everything[0]
     mixture = Mixture(((1.0, source),))
     assert jaxtrain.evaluate(run, mixture, **cache) == own
     data = jaxtrain.TextData(source, BpeTokenizer(300), seq=32)
@@ -224,6 +226,19 @@ def test_a_text_begins_as_it_did_in_training(home: Path, tmp_path: Path) -> None
     other = jaxtrain.TextData(source, TokenizerFile(str(folder), add_bos=False), seq=32)
     bare = jaxtrain.evaluate(home / "with bos", other, cache_dir=home / "cache")
     assert bare["eval_loss"] != values["eval_loss"]  # the same ids, without bos
+
+
+def test_files_are_read_as_the_run_s_own(home: Path, tmp_path: Path) -> None:
+    """By the field that its source names."""
+    path = tmp_path / "said.jsonl"
+    path.write_text("".join(json.dumps({"said": text}) + "\n" for text in TEXTS))
+    experiment, cache = of_text(home, ByteTokenizer()), dict(cache_dir=home / "cache")
+    source = jaxtrain.data.JsonLines(str(path), text_field="said", held_out=0.2)
+    data = replace(experiment.data, source=source)
+    trained(replace(experiment, data=data, steps=1), tmp_path / "run", **cache)
+    whole = replace(source, held_out=0.0)
+    expected = jaxtrain.evaluate(tmp_path / "run", whole, split="train", **cache)
+    assert jaxtrain.evaluate(tmp_path / "run", str(path), **cache) == expected
 
 
 def test_adapters_in_16_bits_on_rows_whose_documents_see_each_other(home: Path) -> None:
