@@ -14,6 +14,7 @@ from jaxtrain.data.token_file import TokenDocument, write_token_file
 from tests.chats import write_folder
 
 TEXTS = [f"text number {n} of a few words, {n % 7} of them." for n in range(60)]
+EVALUATION = jaxtrain.Evaluation(every=2, batches=1)
 SOURCES = ["text", "held out", "token files", "mixture", "mixture, held out"]
 
 
@@ -43,6 +44,23 @@ def source_in(folder: Path, kind: str):
     return Mixture(((0.5, text), (0.5, tokens)))
 
 
+def on(
+    decoder: jaxtrain.Experiment,
+    data: jaxtrain.TextData,
+    evaluation: jaxtrain.Evaluation | None = EVALUATION,
+) -> jaxtrain.Experiment:
+    """Four steps on this data, each second one saved."""
+    return replace(
+        decoder,
+        model=replace(decoder.model, vocab=400),
+        data=data,
+        steps=4,
+        batch=4,
+        checkpoints=jaxtrain.SavePolicy(every=2),
+        evaluation=evaluation,
+    )
+
+
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_corpus_that_was_moved_is_the_same_and_another_is_not(
     decoder, tmp_path: Path, kind: str
@@ -52,14 +70,7 @@ def test_a_corpus_that_was_moved_is_the_same_and_another_is_not(
 
     def trained(folder: Path, run: str | None, steps: int):
         data = jaxtrain.TextData(source=source_in(folder, kind), tokenizer=ByteTokenizer(), seq=8)
-        experiment = replace(
-            decoder,
-            model=replace(decoder.model, vocab=258),
-            data=data,
-            steps=4,
-            batch=4,
-            checkpoints=jaxtrain.SavePolicy(every=2),
-        )
+        experiment = on(decoder, data, evaluation=None)
         where = None if run is None else tmp_path / run
         more = dict(steps=steps, cache_dir=tmp_path / "cache", stream=io.StringIO())
         return jaxtrain.train(experiment, "cpu_1", run_dir=where, **more)
@@ -73,18 +84,6 @@ def test_a_corpus_that_was_moved_is_the_same_and_another_is_not(
         trained(other, "again", 4)
     field = "paths" if kind == "token files" else "patterns"
     assert f"{field} was" in str(refused.value) and str(other) in str(refused.value)
-
-
-def on(decoder, data) -> jaxtrain.Experiment:
-    return replace(
-        decoder,
-        model=replace(decoder.model, vocab=400),
-        data=data,
-        steps=4,
-        batch=4,
-        checkpoints=jaxtrain.SavePolicy(every=2),
-        evaluation=jaxtrain.Evaluation(every=2, batches=1),
-    )
 
 
 def test_a_tokenizer_that_was_moved_is_the_same(decoder, tmp_path: Path) -> None:
