@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -18,6 +19,20 @@ def _is_default(field: Field[Any], value: Any) -> bool:
     if field.default_factory is not MISSING:
         default = field.default_factory()
     return default is not MISSING and getattr(value, field.name) == default
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int | None = None) -> list[str]:
+    """Returns the lines of a table. left: so many columns are padded on the right, as text is, and
+    those after them on the left, as numbers are; None for all."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = len(widths) if left is None else left
+    return [
+        "  ".join(
+            cell.ljust(width) if i < texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 class PrintedReport:

@@ -30,6 +30,7 @@ jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # Compile time is what tests cost. What a program sends and multiplies is settled before its code is
 # made, so code is made the cheap way; emitting it by MLIR is half of a compilation (JAX 0.11 has no
 # other way). In children too: what they train is held to the bit against what this process does.
@@ -46,6 +47,9 @@ process = os.environ.get("PYTEST_XDIST_WORKER", "")
 default = str(Path(tempfile.gettempdir()) / f"jaxtrain-xla{process}")
 cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", default)
 jax.config.update("jax_compilation_cache_dir", cache)
+# What runs of tests make of data is not for the user's home.
+tokenised = str(Path(tempfile.gettempdir()) / "jaxtrain-tests")
+os.environ["JAXTRAIN_CACHE"] = os.environ.get("JAXTRAIN_CACHE", tokenised)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -31,6 +31,11 @@ def test_compiles():
 
 def test_shares():
     assert double._cache_size() == 1
+
+def test_garbage_is_looked_for_among_what_tests_make():
+    import gc
+
+    assert gc.get_freeze_count() > 10_000
 """,
     "test_second.py": """
 import pytest
@@ -75,7 +80,7 @@ def test_programs_are_dropped_behind_each_module_and_outcomes_reported(tmp_path:
     status, output, report = run_tests(tmp_path, 1e12)
     assert report["failed"] == ["test_second.py::test_fails"], output
     assert report["skipped"] == {"test_second.py::test_tides": "there is no moon here"}
-    assert len(report["seconds"]) == 5 and all(s >= 0 for s in report["seconds"].values())
+    assert len(report["seconds"]) == 6 and all(s >= 0 for s in report["seconds"].values())
     assert 50e6 < report["largest_bytes"] < 2e9, "Python with JAX imported"
     assert status == 1
 

@@ -113,6 +113,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory and home of the test's own; changes of the environment are undone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("JAXTRAIN_CACHE")
     flags = os.environ.get("XLA_FLAGS", "")  # those of the tests' own compiler
     monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=8".strip())
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

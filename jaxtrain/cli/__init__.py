@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxtrain.cli import (
     agent,
+    cache,
     drill,
     elastic,
     evaluate,
@@ -184,6 +185,9 @@ def _add_readers(command: Command) -> None:
 
     text = "the runs of a folder: how far each is, and what differs from the one before"
     runs.add_options(command("runs", runs.runs_command, text))
+
+    text = "what tokenised data takes on this machine, and less of it"
+    cache.add_options(command("cache", cache.cache_command, text))
 
     text = "read every checkpointed byte of a run, and name what is damaged"
     verify.add_options(command("verify", verify.verify_command, text))

@@ -15,6 +15,7 @@ def add_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--chat", action="store_true", help=about)
     generate.add_argument("--tokens", type=int, default=200)
     generate.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+    generate.add_argument("--top-k", type=int, help="draw from so many likeliest; default all")
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--step", type=int, help="of a run; default the newest that is durable")
     add_trust(generate)
@@ -42,6 +43,7 @@ def generate_command(options: argparse.Namespace) -> int:
         [{"role": "user", "content": options.prompt}] if options.chat else options.prompt,
         tokens=options.tokens,
         temperature=options.temperature,
+        top_k=options.top_k,
         seed=options.seed,
         step=options.step,
         trust=trusted(options),

@@ -36,7 +36,7 @@ from jaxtrain.program.roofline import Roofline, roofline
 from jaxtrain.program.scratch import with_scratch
 from jaxtrain.program.stablehlo import lowered_collectives
 from jaxtrain.program.text import program_text
-from jaxtrain.reprs import PrintedReport
+from jaxtrain.reprs import PrintedReport, aligned
 from jaxtrain.session.check import CheckReport, check
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.running_kernels import documents_room, kernels_of
@@ -113,7 +113,7 @@ class CompileReport(PrintedReport):
         header = ["collective", "mesh axes", "dtype", "times", "bytes a device sends"]
         if self.contract is None:
             rows = [[*_cells(k), f"{n:,}", f"{b:,.0f}"] for k, (n, b) in sorted(self.sent.items())]
-            return "\n".join(_columns([header, *rows]))
+            return "\n".join(aligned([header, *rows], left=3))
         header += ["predicted", "bytes", ""]
         rows = [
             [
@@ -128,7 +128,7 @@ class CompileReport(PrintedReport):
             f"BROKEN: {collective}" for collective in self.contract.handed if not collective.kept
         ]
         rewrites = [f"known: {words}" for words in self.contract.rewrites]
-        return "\n".join([*_columns([header, *rows]), *handed, *rewrites])
+        return "\n".join([*aligned([header, *rows], left=3), *handed, *rewrites])
 
     def summary(self) -> str:
         """Returns memory, time and FLOPs of one device, overlap, and violations, as text."""
@@ -214,17 +214,6 @@ class CompileReport(PrintedReport):
 
 def _cells(key: Key) -> list[str]:
     return [key.kind, " x ".join(key.axes), key.dtype]
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 3 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def compile(

@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxtrain.data.cached import keep_within_limit
 from jaxtrain.data.dataset import Batch
 from jaxtrain.data.permutation import permutation, shuffle
 from jaxtrain.data.token_file import TokenStore
 from jaxtrain.data.token_rows import TokenRows
 from jaxtrain.files.array_file import DamagedFile, open_arrays, whole, write_arrays
+from jaxtrain.files.cache import mark_used
 from jaxtrain.tokenizers import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ def cached_index(
             file = open_arrays(path, kind="packing")
             if file.meta != meta:
                 raise DamagedFile(f"{path} is the index of {file.meta}, not of {meta}")
+            mark_used(path, f"epoch {epoch} by seed {seed}")
             return PackingIndex(**file.arrays)
         except FileNotFoundError:
             pass
@@ -60,6 +63,7 @@ def cached_index(
             index = build_index(lengths, seed=seed, epoch=epoch)
             arrays = {name: whole(array) for name, array in index._asdict().items()}
             write_arrays(path, kind="packing", meta=meta, arrays=arrays)
+            keep_within_limit(path.parent)
     raise ValueError(f"{path} was written and cannot be read back; check the disk it is on")
 
 
@@ -101,9 +105,8 @@ class PackedDataset(TokenRows):
         """Returns the epoch's packing index, which is opened once."""
         index = self._indices.get(epoch)
         if index is None:
-            name = f"packing-{self.store.digest[:16]}-{self.seed}-{epoch}.index"
             index = cached_index(
-                self.cache_dir / name,
+                self._index_path(epoch),
                 self.store.lengths,
                 seed=self.seed,
                 epoch=epoch,
@@ -113,6 +116,12 @@ class PackedDataset(TokenRows):
             recent = {e: i for e, i in self._indices.items() if e >= epoch - 1}
             self._indices = {**recent, epoch: index}
         return index
+
+    def _index_path(self, epoch: int) -> Path:
+        return self.cache_dir / f"packing-{self.store.digest[:16]}-{self.seed}-{epoch}.index"
+
+    def in_cache(self) -> list[Path]:
+        return [*super().in_cache(), *map(self._index_path, self._indices)]
 
     def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
         order, starts = self.index(epoch)

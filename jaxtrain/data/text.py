@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.data.cached import keep_within_limit
 from jaxtrain.data.dataset import Dataset
 from jaxtrain.data.mixture import Mixture, MixtureDataset
 from jaxtrain.data.packing import PackedDataset
@@ -17,6 +18,7 @@ from jaxtrain.data.token_file import TokenFile, TokenFiles, TokenStore
 from jaxtrain.data.tokenization import ENCODING, chat_key, encode_conversation, tokenize
 from jaxtrain.data.whole import DocumentStream, WholeDataset, WholeDocuments
 from jaxtrain.files.array_file import DamagedFile
+from jaxtrain.files.cache import mark_used
 from jaxtrain.files.stores import local_path
 from jaxtrain.notices import Share, notice, size
 from jaxtrain.sources import Conversations, Document, Source, StdlibSource, documents, fingerprint
@@ -182,13 +184,17 @@ def _cached_tokens(
     if isinstance(source, Conversations):
         made_of += (chat_key(vocabulary),)
     path = cache_dir / f"{sha256(repr(made_of).encode()).hexdigest()[:24]}.tokens"
-    if not path.exists():
+    if is_new := not path.exists():
         bytes_of_text = sum(piece.stop - piece.start for piece in source.pieces(split))
         notice(f"tokenising {size(bytes_of_text)} of data to {_USE[split]}")
     share = Share("tokenising")
     try:
-        return tokenize(source, vocabulary, path, split=split, progress=share)
+        file = tokenize(source, vocabulary, path, split=split, progress=share)
     except DamagedFile as error:
         log.warning("%s: tokenising the corpus again", error)
         path.unlink(missing_ok=True)
-        return tokenize(source, vocabulary, path, split=split, progress=share)
+        file = tokenize(source, vocabulary, path, split=split, progress=share)
+    mark_used(path, f"{split} of {source!r}, vocabulary of {vocabulary.size:,}")
+    if is_new:
+        keep_within_limit(cache_dir)
+    return file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import sha256
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.data.cached import DAY_S
 from jaxtrain.data.dataset import Batch
 from jaxtrain.data.token_file import TokenStore
+from jaxtrain.files.cache import mark_used
 from jaxtrain.tokenizers import Vocabulary
 
 
@@ -39,6 +42,7 @@ class TokenRows(ABC):
         self.cache_dir = cache_dir
         self.vocab = vocabulary.size
         self.token_bytes = vocabulary.token_bytes
+        self._marked = time.monotonic()
         made_of = (store.digest, vocabulary.key, seq, isolate_documents, packing)
         self.digest = sha256(repr(made_of).encode()).hexdigest()
 
@@ -62,6 +66,7 @@ class TokenRows(ABC):
         indices = np.asarray(indices, dtype=np.int64)
         if indices.ndim != 1 or (len(indices) and indices.min() < 0):
             raise ValueError(f"rows are numbered 0, 1, .. in one dim; found {indices}")
+        self._mark_daily()
         epochs, rows = np.divmod(indices, len(self))
         present = np.unique(epochs)
         if len(present) < 2:
@@ -73,6 +78,18 @@ class TokenRows(ABC):
                 shape = (len(indices), self.seq)
                 batch.setdefault(name, np.empty(shape, dtype=part.dtype))[chosen] = part
         return batch
+
+    def in_cache(self) -> list[Path]:
+        """Returns the entries of the cache that rows are read from."""
+        return [file.path for file in self.store.files if file.path.parent == self.cache_dir]
+
+    def _mark_daily(self) -> None:
+        """A run of months uses what it reads from, and nobody is to take that for unused."""
+        now = time.monotonic()
+        if now - self._marked >= DAY_S:
+            self._marked = now
+            for path in self.in_cache():
+                mark_used(path)
 
     def _tokens(self, addresses: np.ndarray) -> np.ndarray:
         tokens = self.store.gather(addresses)

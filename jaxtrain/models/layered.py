@@ -154,11 +154,19 @@ class LayeredModel(nnx.Module):
     ) -> LossSums:
         """Returns this device's shares of `leave`'s sums, over its rows of a batch; `key` turns
         dropout on."""
+        tables, x, batch, context = self.run_to_leave(batch, key, comm, loop)
+        return self.leave(tables, x, batch, context, comm, loop)
+
+    def run_to_leave(
+        self, batch: Batch, key: jax.Array | None, comm: Communicator, loop: LayerLoop
+    ) -> tuple[Tables, jax.Array, Batch, Any]:
+        """Returns the first four arguments of `leave`: gathered tables, the stack's output, the
+        batch and its context."""
         tables, batch = self.gather_lookups(comm, batch)
         context = self.context(batch, key, comm)
         x = self.enter(tables, batch, context, comm, loop)
         x, gathered = self.run_period(x, context, comm, loop)
-        return self.leave({**tables, **gathered}, x, batch, context, comm, loop)
+        return {**tables, **gathered}, x, batch, context
 
     def gather_param(
         self, comm: Communicator, name: str, x: jax.Array

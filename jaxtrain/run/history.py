@@ -6,6 +6,8 @@ import html
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.reprs import aligned
+
 Line = dict[str, Any]
 
 LINES = 10_000
@@ -45,12 +47,7 @@ class MetricsTable(list[Line]):
     def __repr__(self) -> str:
         if not self:
             return "no metrics yet"
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        )
+        return "\n".join(aligned(self.rows(), left=0))
 
     def _repr_html_(self) -> str:
         """Returns the table as a notebook shows it."""

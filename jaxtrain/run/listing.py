@@ -23,6 +23,7 @@ from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.cluster.run_lock import is_held
 from jaxtrain.experiment import completed
 from jaxtrain.files.stores import local_path
+from jaxtrain.reprs import aligned
 from jaxtrain.session.lineage import recorded_in
 from jaxtrain.telemetry.metrics import METRICS_FILE, newest_metrics
 from jaxtrain.weights.loading import is_run
@@ -62,16 +63,17 @@ class RunList:
 
     runs: tuple[ListedRun, ...]
 
+    def __iter__(self) -> Iterator[ListedRun]:
+        return iter(self.runs)
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
     def __str__(self) -> str:
         if not self.runs:
             return "there is no run here"
         header = ["run", "state", "step", "loss", "eval_loss", "last step", "differs by"]
-        rows = [header, *(_cells(run) for run in self.runs)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return "\n".join(aligned([header, *map(_cells, self.runs)]))
 
     __repr__ = __str__
 

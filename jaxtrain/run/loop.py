@@ -81,13 +81,13 @@ def train(
 
     experiment: an Experiment or the path of its file. mesh: a MeshSpec, the path of its file, or
     the name of a built-in mesh ("cpu_8"). run_dir=None keeps all in memory. cache_dir: folder of
-    tokens and indices, None for ~/.cache/jaxtrain. stream: receives the run's output, None for the
-    standard output. steps: stop after this many of the experiment's steps (its schedules keep their
-    length). settings: `path=value` overrides. callbacks: called after those of `Logging.callbacks`;
-    they may ask for a stop and for saves (`Callback`). phases: records the time of each phase.
-    fresh: begin anew; a run that is in `run_dir` is moved to `run_dir`.1 (.2, ...) once nothing is
-    refused. from_run: RUN or RUN@STEP, without a step the newest: `run_dir` begins as a branch,
-    with the whole state of that step; fields that change no leaf of it may differ.
+    tokens and indices, None for that of `jaxtrain cache`. stream: receives the run's output, None
+    for the standard output. steps: stop after this many of the experiment's steps (its schedules
+    keep their length). settings: `path=value` overrides. callbacks: called after those of
+    `Logging.callbacks`; they may ask for a stop and for saves (`Callback`). phases: records the
+    time of each phase. fresh: begin anew; a run that is in `run_dir` is moved to `run_dir`.1 (.2,
+    ...) once nothing is refused. from_run: RUN or RUN@STEP, without a step the newest: `run_dir`
+    begins as a branch, with the whole state of that step; fields of no leaf of it may differ.
 
     On a stop, a KeyboardInterrupt or an error the state is saved first (the exception is then
     raised again), except for an exception in one process of several.

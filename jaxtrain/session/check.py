@@ -21,7 +21,7 @@ from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
 from jaxtrain.pipeline.schedule import make_schedule
-from jaxtrain.reprs import PrintedReport
+from jaxtrain.reprs import PrintedReport, aligned
 from jaxtrain.session.memory import argument_bytes, memory_violations
 from jaxtrain.session.notes import notes
 from jaxtrain.session.rows import open_split
@@ -62,8 +62,7 @@ class CheckReport(PrintedReport):
             header.insert(3, "optimizer state over")
             for row, p in zip(rows, places, strict=True):
                 row.insert(3, _split(p.axes, p.optimizer))
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        return "\n".join(_line(row, widths) for row in [header, *rows])
+        return "\n".join(aligned([header, *rows], left=len(header) - 1))
 
     def _bytes(self, place: Leaf) -> str:
         itemsize = self.assembly.abstract.params[place.path].dtype.itemsize
@@ -242,12 +241,6 @@ def _count(shape: tuple[int, ...], leaf: Leaf) -> int:
 def _elsewhere(pipeline: dict[str, Any]) -> str:
     in_flight = pipeline["published_in_flight"]
     return "" if in_flight is None else f", where stages not in step keep {max(in_flight)} works'"
-
-
-def _line(row: list[str], widths: list[int]) -> str:
-    """Pads the cells of a row: text to the left, the number in the last column to the right."""
-    cells = [cell.ljust(w) for cell, w in zip(row[:-1], widths[:-1], strict=True)]
-    return "  ".join([*cells, row[-1].rjust(widths[-1])])
 
 
 def _shape(leaf: Leaf) -> str:

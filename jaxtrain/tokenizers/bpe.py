@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.files.array_file import DamagedFile, open_arrays, whole, write_arrays
+from jaxtrain.files.cache import mark_used
 from jaxtrain.notices import notice
+from jaxtrain.reprs import short_repr
 from jaxtrain.tokenizers.protocol import EOS
 from jaxtrain.tokenizers.published import HuggingFaceVocabulary
 from jaxtrain.violations import INT32_MAX, count
@@ -55,6 +57,7 @@ class BpeTokenizer:
         try:
             # The cache is a sealed file, so that a flipped byte is not a different tokenizer.
             cached = open_arrays(path, kind="tokenizer", verify=True).arrays["json"]
+            mark_used(path)
             return HuggingFaceVocabulary(cached.tobytes().decode("utf-8"), eos=self.eos)
         except FileNotFoundError:
             notice(f"training a BPE vocabulary of {self.vocab:,} on the corpus")
@@ -63,6 +66,7 @@ class BpeTokenizer:
         trained = self._train(texts())
         body = np.frombuffer(trained.encode("utf-8"), dtype=np.uint8)
         write_arrays(path, kind="tokenizer", meta={"eos": self.eos}, arrays={"json": whole(body)})
+        mark_used(path, short_repr(self))
         return HuggingFaceVocabulary(trained, eos=self.eos)
 
     def _train(self, texts: Iterator[str]) -> str:

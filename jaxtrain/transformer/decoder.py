@@ -252,12 +252,9 @@ class Decoder(LayeredModel):
 
     def _logits(self, batch: Batch, comm: Communicator, loop: LayerLoop) -> jax.Array:
         shape = batch["tokens"].shape
-        tables, batch = self.gather_lookups(comm, batch)
-        context = self.context(batch, None, comm)
-        x = self.enter(tables, batch, context, comm, loop)
-        x, gathered = self.run_period(x, context, comm, loop)
+        tables, x, _, context = self.run_to_leave(batch, None, comm, loop)
         x = self.hidden(x, context, comm, loop)
-        head, x = self._head({**tables, **gathered}, x, comm)
+        head, x = self._head(tables, x, comm)
         z = logits(x, head, self.head_config)
         return z.reshape(*shape, -1)[..., : self.config.vocab]
 

@@ -44,11 +44,12 @@ def generate(
     *,
     tokens: int = 200,
     temperature: float = 0.8,
+    top_k: int | None = None,
     seed: int = 0,
 ) -> str:
     """Returns the continuation of `prompt` by the model of a run, `train(...).session`, with its
-    averaged weights where it keeps them. Raises ValueError as `generate_ids` does, and for a model
-    of the user's own."""
+    averaged weights where it keeps them. temperature, top_k: as for `generate_ids`. Raises
+    ValueError as that does, and for a model of the user's own."""
     described = session.assembly.description
     if described is None or "generation" not in described.can:
         raise ValueError(
@@ -56,7 +57,7 @@ def generate(
             "run has another; sample from it by its own methods, with the parameters of "
             "session.state"
         )
-    raise_violations(sampling_violations(tokens, temperature, seed))
+    raise_violations(sampling_violations(tokens, temperature, seed, top_k))
     kernel = session.assembly.experiment.execution.attention
     if not is_standard(kernel):
         raise ValueError(
@@ -71,6 +72,7 @@ def generate(
         prompt_ids,
         tokens=tokens,
         temperature=temperature,
+        top_k=top_k,
         seed=seed,
     )
     return following(session.dataset.decode, prompt_ids, ids)
@@ -83,15 +85,16 @@ def generate_ids(
     *,
     tokens: int,
     temperature: float,
+    top_k: int | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """Returns `tokens` ids after `prompt`, drawn from softmax(z / temperature); 0 takes the
-    likeliest.
+    """Returns `tokens` ids after `prompt`, drawn from softmax(z / temperature) over the `top_k`
+    likeliest ids, None for all; a temperature of 0 takes the likeliest.
 
     Parameters stay where they are: XLA partitions the program (GSPMD), whose first operations put
     the layers of pipeline stages in natural order. Raises ValueError, with all that is wrong, on an
-    empty prompt, a temperature that is negative or not finite, no tokens, or more of them than
-    there are learned positions.
+    empty prompt, a temperature that is negative or not finite, a top_k below 1, no tokens, or more
+    of them than there are learned positions.
     """
     e = assembly.experiment
     return sample_ids(
@@ -102,6 +105,7 @@ def generate_ids(
         prompt,
         tokens=tokens,
         temperature=temperature,
+        top_k=top_k,
         seed=seed,
         order=partial(params_in_natural_order, assembly),
     )
@@ -113,6 +117,7 @@ def generate_text(
     *,
     tokens: int = 200,
     temperature: float = 0.8,
+    top_k: int | None = None,
     seed: int = 0,
     step: int | None = None,
     trust: Trust = (),
@@ -124,15 +129,15 @@ def generate_text(
 
     prompt: a text, or the messages of a conversation, objects with `role` and `content`, by the
     chat template of the tokenizer: the continuation is then the assistant's next turn. tools:
-    descriptions of the tools that it may call. step: of a
-    run, None for the newest of its durable checkpoints; newer ones that only the disks
-    of a `LocalTier` have are ignored. trust: modules of your own (`"my_package"`, or a tuple) that
-    are imported where a run's config.json names their classes or functions; no other code is.
-    Raises ValueError as `load` and `generate_ids` do, and where there is no tokenizer, or none for
+    descriptions of the tools that it may call. temperature, top_k: as for `generate_ids`. step: of
+    a run, None for the newest of its durable checkpoints; newer ones that only the disks of a
+    `LocalTier` have are ignored. trust: modules of your own (`"my_package"`, or a tuple) that are
+    imported where a run's config.json names their classes or functions; no other code is. Raises
+    ValueError as `load` and `generate_ids` do, and where there is no tokenizer, or none for
     conversations.
     """
     conversation = None if isinstance(prompt, str) else _unanswered(prompt, tools)
-    raise_violations(sampling_violations(tokens, temperature, seed))
+    raise_violations(sampling_violations(tokens, temperature, seed, top_k))
     model = load(path, step=step, trust=trust)
     if (tokenizer := model.tokenizer) is None:
         reason = f": {model.lacking}" if model.lacking else ""
@@ -148,6 +153,7 @@ def generate_text(
         prompt_ids,
         tokens=tokens,
         temperature=temperature,
+        top_k=top_k,
         seed=seed,
     )
     answer, decode = until(ids, ends), tokenizer.vocabulary.decode
@@ -175,10 +181,13 @@ def _prompt_ids(
     return [], ids, tokenizer.ends if end is None else tokenizer.ends | {end}
 
 
-def sampling_violations(tokens: int, temperature: float, seed: int = 0) -> list[str]:
-    """Returns the violations of these fields of `Sample` and `Experiment`."""
+def sampling_violations(
+    tokens: int, temperature: float, seed: int = 0, top_k: int | None = None
+) -> list[str]:
+    """Returns the violations of these fields of `Sample` and `Experiment`, and of top_k."""
     violations = count("tokens", tokens, 1) or length_violations(tokens)
     violations += seed_violations(seed)
+    violations += [] if top_k is None else count("top_k", top_k, 1)
     return violations + temperature_violations(temperature)
 
 
@@ -226,15 +235,17 @@ def sample_ids(
     *,
     tokens: int,
     temperature: float,
+    top_k: int | None = None,
     seed: int = 0,
     order: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> list[int]:
     """Does the work of `generate_ids` for a model's static form, config and parameters, which
     `order` puts in natural layer order."""
-    raise_violations(_violations(config, prompt, tokens, temperature) + seed_violations(seed))
+    violations = _violations(config, prompt, tokens, temperature) + seed_violations(seed)
+    raise_violations(violations + ([] if top_k is None else count("top_k", top_k, 1)))
     comm = Local(precision.compute)
     ends = _ends(len(prompt), tokens, config.describe().switches)
-    run = jax.jit(partial(_generate, static, comm, order, ends, temperature))
+    run = jax.jit(partial(_generate, static, comm, order, ends, temperature, top_k))
     key = named_key(jax.random.key(seed), "sample")
     with jax.default_matmul_precision(precision.matmul):
         out = run(params, jnp.asarray(prompt, jnp.int32), key)
@@ -247,6 +258,7 @@ def _generate(
     order: Callable[[dict[str, Any]], dict[str, Any]],
     ends: Sequence[int],
     temperature: float,
+    top_k: int | None,
     params: dict[str, Any],
     prompt: jax.Array,
     key: jax.Array,
@@ -256,6 +268,9 @@ def _generate(
     def choose(logits: jax.Array, number: Any) -> jax.Array:
         if temperature == 0:
             return jnp.argmax(logits).astype(jnp.int32)
+        if top_k is not None:
+            likeliest = lax.top_k(logits, min(top_k, len(logits)))[1]
+            logits = jnp.full_like(logits, -jnp.inf).at[likeliest].set(logits[likeliest])
         sample = jax.random.categorical(jax.random.fold_in(key, number), logits / temperature)
         return sample.astype(jnp.int32)
 

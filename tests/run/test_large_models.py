@@ -94,7 +94,10 @@ def test_a_state_that_fits_no_chip_is_refused_before_anything_compiles() -> None
     assert "XLA_CLIENT_MEM_FRACTION" in str(told.value) and "fsdp()" in str(told.value)
 
 
-COMPILERS = {"v5p": ("libtpu",), "h100": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
+COMPILERS = {
+    **dict.fromkeys(("v5e", "v5p", "v6e"), ("libtpu",)),
+    "h100": ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+}
 
 
 def compiled(name: str, mesh: str, *settings: str) -> dict[str, Any]:
@@ -130,6 +133,7 @@ ONE, BATCH = "model.layers=1", "batch=2048"
 BY_HAND = [
     ("llama3_1b", "v5e_16", ONE),
     ("llama3_1b", "v5e_256", ONE, BATCH),
+    ("llama3_1b", "v6e_256", ONE, BATCH),
     ("llama3_8b", "v5p_512", ONE),
     ("llama3_8b_128k", "v5p_512_context8", ONE),
     ("mixtral_8x7b", "v5p_512", ONE),

@@ -46,7 +46,9 @@ def test_runs_are_listed_the_oldest_first(made) -> None:
     made("b", 2, [line(10, 1.5), line(20, 1.25, eval_loss=1.3)], saved=20, seed=7)
     made("a", 1, [line(5, 2.0), line(10, None)], saved=15)
     made("deep/er/c", 3, optimizer=faster, seed=7)
-    a, b, c = jaxtrain.runs().runs
+    listed = jaxtrain.runs()
+    a, b, c = listed
+    assert listed.runs == (a, b, c) and len(listed) == 3
     assert [str(run.path) for run in (a, b, c)] == ["runs/a", "runs/b", "runs/deep/er/c"]
     assert (a.step, a.steps, a.loss, a.eval_loss) == (15, 20, 2.0, None)
     assert (b.step, b.loss, b.eval_loss, b.changed) == (20, 1.25, 1.3, 7200.0)

@@ -38,10 +38,9 @@ class Model(NamedTuple):
     assembly: Assembly
     params: dict[str, jax.Array]
 
-    def continued(self, *, tokens: int = 8, temperature: float = 0.0, seed: int = 0) -> list[int]:
-        return generate_ids(
-            self.assembly, self.params, PROMPT, tokens=tokens, temperature=temperature, seed=seed
-        )
+    def continued(self, *, tokens: int = 8, temperature: float = 0.0, **options: int) -> list[int]:
+        drawn: Any = dict(tokens=tokens, temperature=temperature, **options)
+        return generate_ids(self.assembly, self.params, PROMPT, **drawn)
 
 
 def untrained(experiment: jaxtrain.Experiment, **axes: int) -> Model:
@@ -169,6 +168,19 @@ def test_draws_follow_the_temperature_and_the_seed(decoder: jaxtrain.Experiment)
         assert model.continued(temperature=cold) == model.continued(), "cold is greedy"
 
 
+def test_draws_are_of_the_likeliest(decoder: jaxtrain.Experiment) -> None:
+    model = untrained(sharpened(decoder))
+    after, seen, ranks = whole_forward(model), list(PROMPT), []
+    for token in model.continued(temperature=9.0, top_k=3):
+        ranks.append([*np.argsort(-after(seen))].index(token))
+        seen.append(token)
+    assert {*ranks} == {0, 1, 2}
+    assert model.continued(temperature=9.0, top_k=1) == model.continued()
+    every = model.continued(temperature=9.0)
+    for all_of_them in (16, 10**6):
+        assert model.continued(temperature=9.0, top_k=all_of_them) == every
+
+
 def test_every_token_is_drawn_with_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model to which many tokens are equally likely; also where a cache is made anew."""
     vocab = 2**14
@@ -177,7 +189,7 @@ def test_every_token_is_drawn_with_a_key_of_its_own(monkeypatch: pytest.MonkeyPa
         decode=lambda tokens, caches, at, comm: (jnp.zeros((1, tokens.shape[1], vocab)), caches),
     )
     monkeypatch.setattr(generation, "put_together", lambda static, params: model)
-    options = (None, Local(), dict, (len(PROMPT) + 3, LENGTH), 0.8)
+    options = (None, Local(), dict, (len(PROMPT) + 3, LENGTH), 0.8, None)
     draws = generation._generate(*options, {}, jnp.asarray(PROMPT), jax.random.key(0)).tolist()
     assert len(draws) == LENGTH - len(PROMPT)
     assert len(set(draws)) == len(draws), "two draws with one key are the same"
@@ -203,6 +215,16 @@ BAD = [
     (0, math.inf, ["tokens=0", "temperature=inf"]),
     (10**9, -1.0, ["tokens=1000000000 is more", "use 1048576 or less", "temperature=-1.0"]),
 ]
+
+
+def test_likeliest_tokens_that_are_none_are_refused_with_all_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"tokens=0.*top_k=0 must be a whole number of 1 or more"):
+        jaxtrain.generate_text(nowhere, "a", tokens=0, top_k=0)
+    assert cli.main(["generate", nowhere, "--prompt", "a", "--top-k", "-1"]) == cli.REFUSED
+    assert "top_k=-1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tokens", "temperature", "told"), BAD)
