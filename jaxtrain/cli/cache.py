@@ -10,7 +10,7 @@ from jaxtrain.cli.shared import JSON, answer
 def add_options(cache: argparse.ArgumentParser) -> None:
     text = "default $JAXTRAIN_CACHE, $XDG_CACHE_HOME/jaxtrain or ~/.cache/jaxtrain"
     cache.add_argument("directory", nargs="?", help=text)
-    text = "remove the longest unused until the others take no more; 0 removes all"
+    text = "remove the longest unused until the others take no more; 0 for all"
     cache.add_argument("--trim", type=float, metavar="GB", help=text)
     cache.add_argument("--json", action="store_true", help=JSON)
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from os import scandir
@@ -61,13 +62,13 @@ class CacheContents:
     @property
     def bytes(self) -> int:
         """What all entries take."""
-        return sum(entry.bytes for entry in self.entries)
+        return _taken(self.entries)
 
     def __str__(self) -> str:
         rows = [["last used", "kind", "size", "of"], *map(_cells, self.entries)]
         lines = aligned(rows) if self.entries else []
         if self.removed:
-            freed = size(sum(entry.bytes for entry in self.removed))
+            freed = size(_taken(self.removed))
             lines.append(f"removed: {_count(self.removed)}, {freed}")
         held = "no entry of jaxtrain"
         if self.entries:
@@ -87,6 +88,11 @@ class CacheContents:
             "bytes": self.bytes,
             **{k: [e._asdict() | {"path": str(e.path)} for e in v] for k, v in lists.items()},
         }
+
+
+def _taken(entries: Iterable[CacheEntry]) -> int:
+    """Bytes of all of them."""
+    return sum(entry.bytes for entry in entries)
 
 
 def _count(entries: tuple[CacheEntry, ...]) -> str:
@@ -136,7 +142,7 @@ def keep_within_limit(directory: Path) -> None:
             directory,
             LIMIT,
             limit,
-            size(sum(entry.bytes for entry in removed)),
+            size(_taken(removed)),
             UNUSED_DAYS,
             len(removed),
         )
@@ -171,7 +177,7 @@ def _trim(
     take no more than `limit_bytes`; if any time is asked for, no tokenizers. Returns those removed,
     and why others could not be."""
     entries, removed, stuck = _entries(directory), [], []
-    excess = sum(entry.bytes for entry in entries) - limit_bytes
+    excess = _taken(entries) - limit_bytes
     for entry in entries:
         age = time.time() - entry.used
         is_written = entry.kind.endswith(UNFINISHED) and age < HOUR_S

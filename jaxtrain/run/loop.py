@@ -87,7 +87,7 @@ def train(
     `Logging.callbacks`; they may ask for a stop and for saves (`Callback`). phases: records the
     time of each phase. fresh: begin anew; a run that is in `run_dir` is moved to `run_dir`.1 (.2,
     ...) once nothing is refused. from_run: RUN or RUN@STEP, without a step the newest: `run_dir`
-    begins as a branch, with the whole state of that step; fields of no leaf of it may differ.
+    begins as a branch, with the whole state of that step; what changes no leaf of it may differ.
 
     On a stop, a KeyboardInterrupt or an error the state is saved first (the exception is then
     raised again), except for an exception in one process of several.
