@@ -18,8 +18,12 @@ import jaxtrain
 from jaxtrain.certificate import certify
 from jaxtrain.certificate.layouts import Layout
 from jaxtrain.certificate.outcome import Outcome, Program
+from jaxtrain.cluster.phases import Phases
 from jaxtrain.data import BigramChain
+from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.session.session import Session, open_session
+from jaxtrain.step.assembly import active_mesh, assemble
+from jaxtrain.step.layer_order import AtRest
 
 VOCAB, SEQ, BATCH = 16, 8, 8
 
@@ -121,14 +125,24 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Session]]:
     """open_session on mesh axes; closed after the test."""
     sessions = []
 
-    def session(experiment: jaxtrain.Experiment, **axes: int) -> Session:
+    def session(
+        experiment: jaxtrain.Experiment, *, phases: Phases | None = None, **axes: int
+    ) -> Session:
         mesh = jaxtrain.mesh_from_axes(**axes) if axes else jaxtrain.mesh_from_axes(data=1)
-        sessions.append(open_session(experiment, mesh, cache_dir=tmp_path / "cache"))
+        cache_dir = tmp_path / "cache"
+        sessions.append(open_session(experiment, mesh, cache_dir=cache_dir, phases=phases))
         return sessions[-1]
 
     yield session
     for session in sessions:
         session.close()
+
+
+def at_rest(experiment: Any, **axes: int) -> AtRest:
+    """How the experiment's state is placed on a mesh of these axes; nothing is compiled."""
+    spec = jaxtrain.mesh_from_axes(**(axes or {"data": 1}))
+    assembly = assemble(experiment, spec)
+    return AtRest(assembly, active_mesh(make_mesh(spec), assembly.sizes))
 
 
 @pytest.fixture

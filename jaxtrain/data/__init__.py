@@ -14,6 +14,7 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.data.mixture import Mixture, MixtureDataset
 from jaxtrain.data.ngram import reference_bits
 from jaxtrain.data.packing import PackedDataset
+from jaxtrain.data.row_stream import RowStream
 from jaxtrain.data.synthetic import BigramChain
 from jaxtrain.data.text import TextData
 from jaxtrain.data.token_file import TokenFile, TokenFiles, open_token_file, write_token_file
@@ -52,6 +53,7 @@ __all__ = [
     "PackedDataset",
     "Parquet",
     "Piece",
+    "RowStream",
     "StdlibSource",
     "TextData",
     "TextFiles",

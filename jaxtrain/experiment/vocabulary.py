@@ -47,12 +47,14 @@ from jaxtrain.data import (
     JsonLines,
     Mixture,
     Parquet,
+    RowStream,
     StdlibSource,
     TextData,
     TextFiles,
     TokenFiles,
     TokenizerFile,
 )
+from jaxtrain.data.row_stream import RowMaker
 from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.moe.block_loop import BlockLoop
@@ -82,7 +84,7 @@ from jaxtrain.transformer.feed_forward import Activation, gelu_exact, gelu_tanh,
 
 ANY: dict[tuple[type, str], tuple[Any, ...]] = {
     (Experiment, "model"): FAMILIES,
-    (Experiment, "data"): (TextData, BigramChain),
+    (Experiment, "data"): (TextData, BigramChain, RowStream),
     (Experiment, "optimizer"): (*ELEMENTWISE, *SHARDED),
     (Execution, "attention"): (
         *(PlatformKernel, Reference, Blockwise, Cudnn, Triton, Splash, SplashBlocks),
@@ -121,6 +123,7 @@ FUNCTIONS: dict[Any, tuple[Callable[..., Any], ...]] = {
     LeafMask: (matrices, hidden_matrices, everything),
     Callable[[float], float]: (linear_scaling, square_root_scaling),
     RateFn: (),
+    RowMaker: (),
     Activation: (*ACTIVATIONS, *DECAY_SHAPES),  # both are functions of an array
 }
 

@@ -31,6 +31,11 @@ QUICK_TO_COMPILE: dict[str, bool | int] = {
 """Options of XLA:CPU for programs that compile for longer than they run: LLVM optimises nothing,
 and gets fewer and simpler functions. Sums and precision are unchanged."""
 
+SAME_BITS = {"xla_backend_optimization_level": 0}
+"""Options of XLA:CPU under which a random number does not depend on the shape of its array. LLVM
+otherwise makes other instructions for other shapes, such as rows of fewer than 8 numbers, and
+normal ones then differ in the last bit (experiments/LOG.md, 2026-11-28)."""
+
 
 def with_defaults(options: dict[str, Any], platform: str, *, fp8: bool) -> dict[str, Any]:
     """Returns a mesh's options with ours for the platform, which do not replace any of them. On CPU

@@ -32,6 +32,9 @@ class Batches:
             dataset = self._documents = CountedDocuments(dataset, e.batch, start)
         placed = self._assembly.placed(dataset, self._mesh, e.microbatches)
         rows = row_numbers(e.batch, skips.batch, skips.shift)
+        if hasattr(self._dataset, "go_to") and start < e.steps:
+            # Here, and not in the loader's thread: it may take long, and be interrupted.
+            self._dataset.go_to(int(rows(start)[0]))
         self._loader = Loader(placed, rows, lambda batch: batch, start=start)
 
     def next(self) -> tuple[int, Any]:

@@ -22,6 +22,7 @@ from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.reprs import PrintedReport, aligned
+from jaxtrain.session.held_out import HeldOutRows, open_held_out
 from jaxtrain.session.memory import argument_bytes, memory_violations
 from jaxtrain.session.notes import notes
 from jaxtrain.session.rows import open_split
@@ -168,7 +169,7 @@ def check(
         experiment = load_experiment(experiment)
     spec, mistyped = load_mesh(mesh), _of_other_kinds(experiment)
     try:
-        fields, absent = _look_at(experiment, data_here=data_here)
+        fields, held_out, absent = _look_at(experiment, data_here=data_here)
         assembly, violations = try_assemble(experiment, spec, fields)
     except Exception:
         if not mistyped:
@@ -180,6 +181,8 @@ def check(
     violations = [text for text in mistyped if not _already_reported(text, violations)] + violations
     if assembly is not None:
         violations += memory_violations(assembly)
+        if held_out is not None:
+            violations += _held_out_violations(assembly, held_out)
         try:
             settled_start(assembly)
         except ValueError as error:
@@ -215,21 +218,42 @@ def _already_reported(violation: str, reported: list[str]) -> bool:
     return any(other.startswith(f"{field}=") for other in reported)
 
 
-def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, list[str]]:
-    """Returns the fields of a batch (None for text data), and violations: data missing on this
-    machine. User datasets are opened: only their rows show the fields."""
-    data = experiment.data
+def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list[str]]:
+    """Returns the fields of a batch (None for text data); the held-out rows of other data, if they
+    are evaluated and here; and violations: data missing on this machine. User datasets are opened:
+    only their rows show the fields."""
+    data, cache_dir = experiment.data, cache_directory()
+    is_evaluated = experiment.evaluation is not None
+    held_out: Any = None
     if hasattr(data, "seq") and hasattr(data, "isolate_documents"):
-        splits = ("train", "held_out") if experiment.evaluation is not None else ("train",)
+        splits = ("train", "held_out") if is_evaluated else ("train",)
         missing = data.absent(splits) if data_here and hasattr(data, "absent") else []
-        return None, [f"data: {text}" for text in missing]
+        return None, None, [f"data: {text}" for text in missing]
+    fields: Any = {}
+    violations, saved = [], experiment.checkpoints is not None
     try:
-        dataset = open_split(
-            experiment, "train", cache_directory(), saved=experiment.checkpoints is not None
-        )
+        fields = fields_of(open_split(experiment, "train", cache_dir, saved=saved), data)
     except ValueError as error:
-        return {}, [f"data: {error}"]
-    return fields_of(dataset, data), []
+        violations.append(f"data: {error}")
+    try:
+        if is_evaluated and data_here and not violations:
+            held_out = open_held_out(experiment, fields, cache_dir)
+    except ValueError as error:
+        violations.append(f"data: {error}")
+    except Exception as error:  # whatever the user's code raises for a split that it lacks
+        violations.append(
+            f"data: {type(data).__name__}.open('held_out') raised {type(error).__name__}: {error}; "
+            "give held-out rows, or use evaluation=None"
+        )
+    return fields, held_out, violations
+
+
+def _held_out_violations(assembly: Assembly, held_out: Any) -> list[str]:
+    try:
+        HeldOutRows(assembly, held_out)
+    except ValueError as error:
+        return [f"data: {error}"]
+    return []
 
 
 def _count(shape: tuple[int, ...], leaf: Leaf) -> int:

@@ -14,10 +14,10 @@ import numpy as np
 from jaxtrain.models.scales import scales_of_weights
 from jaxtrain.notices import notice
 from jaxtrain.quantization.delayed import SCALES
-from jaxtrain.session.rows import WEIGHTS, Ended, open_split, refuse_cut_off, refuse_other_fields
+from jaxtrain.session.held_out import HeldOutRows, open_held_out
+from jaxtrain.session.rows import WEIGHTS
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import placed
-from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.state import TrainState, averaged_params
 from jaxtrain.step.train_step import make_evaluation_step
 
@@ -34,8 +34,7 @@ class Evaluator:
         self._assembly, self._mesh, self._cache_dir = assembly, mesh, cache_dir
         self._bytes = cache(self._bytes_of)  # the same rows every time: read for it once
         self._dispatcher = ThreadPoolExecutor(1)
-        self._at_once = evaluated_at_once(assembly)
-        self._data: Any = None
+        self._held_out: HeldOutRows | None = None
         self._step: Any = None
         self._scales: Any = None
 
@@ -46,16 +45,15 @@ class Evaluator:
         batches: how many of the experiment's (largest) batch, from the start of the split; None for
         the whole split, each row once.
         """
-        self.open()
-        pieces = range(self._pieces(batches, self._data))
+        held_out = self._opened()
+        pieces = range(held_out.pieces(batches))
         params = self.params(state)
         parts: list[Any] = []
-        for first in pieces[:: self._at_once]:
-            numbers = self._numbers(first, self._at_once)
+        end = len(held_out.numbers(0, len(pieces)))
+        for first in pieces[:: held_out.at_once]:
+            numbers = held_out.numbers(first, held_out.at_once)
             # Pieces after the last have rows of weight 0.
-            rows = self._placed.rows(
-                np.where(numbers < len(pieces) * self._size, numbers, len(self._data))
-            )
+            rows = self._placed.rows(np.where(numbers < end, numbers, len(held_out.split)))
             for part in parts[-1:]:
                 part.result()
             if self.program is None:
@@ -95,29 +93,23 @@ class Evaluator:
     def open(self) -> None:
         """Opens the held-out data; later calls do nothing. Raises ValueError if there is none, or
         if it lacks fields that evaluations read."""
-        if self._data is not None:
-            return
-        e = self._assembly.experiment
-        data = open_split(e, "held_out", self._cache_dir)
-        if len(data) == 0:
-            raise ValueError(
-                "the held-out split has no rows; use a shorter seq, more held-out text, or "
-                "evaluation=None"
-            )
-        refuse_other_fields(data, e, self._assembly.fields)
-        self._size = self._assembly.largest_batch // e.microbatches
-        if e.evaluation is not None:
-            numbers = (e.evaluation.batches, e.evaluation.final_batches)
-            fewest = min(self._pieces(batches, data) for batches in numbers)
-            self._refuse_without_weight(data, fewest * self._size)
-        self._data = Ended(data, self._weights)
-        self._placed = self._assembly.placed(self._data, self._mesh, self._at_once)
-        self._step = jax.jit(make_evaluation_step(self._assembly, self._mesh))
+        self._opened()
+
+    def _opened(self) -> HeldOutRows:
+        if self._held_out is None:
+            assembly = self._assembly
+            split = open_held_out(assembly.experiment, assembly.fields, self._cache_dir)
+            self._held_out = HeldOutRows(assembly, split)
+            padded, at_once = self._held_out.padded, self._held_out.at_once
+            self._placed = assembly.placed(padded, self._mesh, at_once)
+            self._step = jax.jit(make_evaluation_step(assembly, self._mesh))
+        return self._held_out
 
     @property
     def digest(self) -> str | None:
         """Names the held-out rows; None if they are not open, or have no digest."""
-        return None if self._data is None else getattr(self._data.dataset, "digest", None)
+        split = None if self._held_out is None else self._held_out.split
+        return getattr(split, "digest", None)
 
     @property
     def program(self) -> jax.stages.Compiled | None:
@@ -126,14 +118,13 @@ class Evaluator:
 
     def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
         """Compiles now what the first call would compile, for a state with these shardings."""
-        self.open()
-        abstract = self._assembly.abstract
+        held_out, abstract = self._opened(), self._assembly.abstract
         arguments = jax.tree.map(
             placed,
             (averaged_params(abstract), abstract.rest),
             (averaged_params(shardings), shardings.rest),
         )
-        rows = self._placed.rows(self._numbers(0, self._at_once))
+        rows = self._placed.rows(held_out.numbers(0, held_out.at_once))
         self._step = self._step.lower(*arguments, rows).compile(compiler_options=compiler_options)
 
     def _run(self, *arguments: Any) -> Any:
@@ -141,44 +132,11 @@ class Evaluator:
         devices have too few threads for that: their collectives hang."""
         return jax.block_until_ready(self._step(*arguments))
 
-    def _pieces(self, batches: int | None, data: Any) -> int:
-        """Number of pieces that hold `batches` batches. A piece has a microbatch's rows, and so its
-        memory; the rows do not depend on the number of microbatches."""
-        rows, micro = len(data), self._assembly.experiment.microbatches
-        available = -(-rows // self._size)
-        pieces = available if batches is None else min(available, batches * micro)
-        if pieces * self._size > rows or pieces % self._at_once:
-            fields, batch = self._assembly.fields, self._assembly.largest_batch
-            refuse_cut_off(rows, self._size * self._at_once, batch, fields, self._weights)
-        return pieces
-
-    def _refuse_without_weight(self, data: Any, rows: int) -> None:
-        """Raises ValueError if none of a split's first `rows` rows has a weight above 0."""
-        numbers, name = np.arange(min(rows, len(data))), self._weights
-        for first in range(0, len(numbers), self._size):
-            batch = data.rows(numbers[first : first + self._size])
-            if name not in batch or np.any(batch[name]):
-                return
-        raise ValueError(
-            f"no token of the {len(numbers)} held-out rows that an evaluation reads has a weight "
-            "above 0, so there is no loss; use a larger Evaluation(batches=..., "
-            "final_batches=...), held-out documents with text behind their prompts, or "
-            "evaluation=None"
-        )
-
-    @property
-    def _weights(self) -> str:
-        """Name of the field that gives padding rows weight 0."""
-        described = self._assembly.description
-        return WEIGHTS if described is None else described.weights
-
-    def _numbers(self, piece: int, pieces: int = 1) -> np.ndarray:
-        return np.arange(piece * self._size, (piece + pieces) * self._size)
-
     def _bytes_of(self, piece: int) -> float:
         """Bytes of text in the piece's targets, weighted as their losses are."""
-        table = getattr(self._data.dataset, "token_bytes", None)
+        held_out = self._opened()
+        table = getattr(held_out.split, "token_bytes", None)
         if table is None or not {"targets", WEIGHTS} <= self._assembly.fields.keys():
             return 0.0
-        rows = self._data.rows(self._numbers(piece))
+        rows = held_out.padded.rows(held_out.numbers(piece))
         return float(np.sum(table[rows["targets"]] * rows[WEIGHTS]))

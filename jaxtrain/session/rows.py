@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
-from jaxtrain.step.batches import Batch, fields_of
+from jaxtrain.step.batches import Batch
 from jaxtrain.validation.own_data import TARGETS, WithinVocabulary, Wrapped, dataset_violations
 from jaxtrain.violations import raise_violations
 
@@ -38,8 +38,8 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
     lacking = [name for name in reads if name not in row]
     if lacking:
         raise ValueError(
-            f"the {split} rows of {type(data).__name__} have {_list(row)} and no "
-            f"{_list(lacking)}; a {type(experiment.model).__name__} reads {_list(reads)}, "
+            f"the {split} rows of {type(data).__name__} have {listed(row)} and no "
+            f"{listed(lacking)}; a {type(experiment.model).__name__} reads {listed(reads)}, "
             f"[rows, ..], and where they are there weights, segments and positions"
         )
     if getattr(experiment.model, "vocab", None) == described.head.vocab:  # one table of ids
@@ -113,42 +113,6 @@ def document_lengths(segments: np.ndarray) -> np.ndarray:
     return np.diff(np.append(starts, segments.size))[segments.reshape(-1)[starts] > 0]
 
 
-def refuse_other_fields(held_out: Dataset, experiment: Experiment, fields: Any) -> None:
-    """Raises ValueError naming the `fields` of a training batch that a held-out row lacks, or has
-    in another shape or dtype."""
-    held_out_fields = fields_of(held_out, experiment.data)
-    problems = [
-        f"{name}: {_field(held_out_fields.get(name))} for the {_field(field)} of training rows"
-        for name, field in fields.items()
-        if held_out_fields.get(name) != field
-    ]
-    if problems:
-        raise ValueError(
-            f"the held-out rows of {type(experiment.data).__name__} are not what the model is "
-            f"trained on: {'; '.join(problems)}; give both splits the same fields, or use "
-            "evaluation=None"
-        )
-
-
-def refuse_cut_off(rows: int, piece: int, batch: int, fields: Any, weights: str = WEIGHTS) -> None:
-    """Raises ValueError if an evaluation in pieces of `piece` rows would read beyond the `rows`
-    held-out rows, and there are no weights to mark padding."""
-    if weights in fields:
-        return
-    most = rows // batch
-    raise ValueError(
-        f"an evaluation would read {-(-rows // piece) * piece} rows, in pieces of {piece}, of a "
-        f"held-out split of {rows}: those behind its end need weights of 0, and rows have "
-        f"{_list(fields)} and no {weights}; "
-        + (f"use Evaluation(batches={most}, final_batches={most}) or fewer, " if most else "use ")
-        + f"a held-out split of a multiple of {piece} rows, or give rows weights, float32, by "
-        f"which the model's loss multiplies"
-    )
-
-
-def _field(field: Any) -> str:
-    return "none" if field is None else f"{np.dtype(field[1]).name}{list(field[0])}"
-
-
-def _list(names: Any) -> str:
+def listed(names: Any) -> str:
+    """Returns the names of a batch's fields, for a message."""
     return ", ".join(name for name in names if name != "rows") or "nothing"

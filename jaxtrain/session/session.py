@@ -19,7 +19,7 @@ from jaxtrain.cluster.phases import Phases
 from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.stored import saved_differences
-from jaxtrain.mesh.compiler_options import option_violations
+from jaxtrain.mesh.compiler_options import SAME_BITS, option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.mesh.spare_memory import spare_bytes
 from jaxtrain.notices import notice
@@ -134,7 +134,8 @@ class Session:
 
     def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
         """Continues from an earlier `state`, after `step` steps, with the batches of `skips`."""
-        self.loader.begin_at(step, skips)
+        with self.phases.within("restore"):
+            self.loader.begin_at(step, skips)
         self.state = state
         self.guard = GuardReader(step, int(state.residuals.get("tripped", -1)))
 
@@ -189,8 +190,7 @@ def open_session(
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
     if assembly.description is None:
         trace_loss(assembly)
-    at_rest = AtRest(assembly, mesh)
-    evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
+    at_rest, evaluate = AtRest(assembly, mesh), Evaluator(assembly, mesh, cache_dir=cache_dir)
     if held_out and experiment.evaluation is not None:
         evaluate.open()
         _tell_other_held_out(_metadata(checkpoints, start, begins), evaluate)
@@ -208,12 +208,13 @@ def open_session(
             state, start = _first_state(at_rest, checkpoints, begins, dataset)
         program = compiling.result()
     compile_s = time.perf_counter() - began
-    guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
-    skips = _skips(experiment, checkpoints, start, begins, dataset)
-    loader = Batches(assembly, mesh, dataset, start, skips)
+    with phases.within("open"):
+        skips = _skips(experiment, checkpoints, start, begins, dataset)
+        loader = Batches(assembly, mesh, dataset, start, skips)
     fields = (dataset, state, start, loader, evaluate, at_rest, compile_s)
     session = Session(assembly, mesh, at_rest.shardings, *fields)
-    session.guard, session.begins, session.phases = guard, begins, phases
+    session.begins, session.phases = begins, phases
+    session.guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
 
@@ -339,7 +340,8 @@ def initialise(
 
 
 def initial_program(assembly: Assembly, shardings: TrainState) -> Any:
-    """The jitted function of `initialise`, from loaded parameters to the state."""
+    """The jitted function of `initialise`, from loaded parameters to the state; on CPU compiled so
+    that its bits do not depend on how a leaf is split."""
 
     def make(loaded: dict[str, jax.Array]) -> TrainState:
         e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
@@ -347,7 +349,9 @@ def initial_program(assembly: Assembly, shardings: TrainState) -> Any:
         more: Any = dict(derivative=assembly.first_derivative)
         return initial_state(e, assembly.transform, assembly.parts, layout, trained, loaded, **more)
 
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0)
+    on_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
+    options = SAME_BITS if on_cpu else {}
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0, compiler_options=options)
 
 
 def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:

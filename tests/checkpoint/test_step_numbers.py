@@ -114,6 +114,20 @@ def test_no_number_is_changed_alone(saved: Path, tmp_path: Path, kept: str) -> N
     assert not any(word in damaged.damages[0] for at, word in words.items() if at != kept)
 
 
+def test_a_run_without_a_whole_step_says_what_is_aside(saved: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(saved, tmp_path / "run")
+    for step in STEPS:
+        (run / "checkpoints" / str(step)).rename(run / "checkpoints" / f"{step}.damaged")
+    names = ", ".join(sorted(f"{step}.damaged" for step in STEPS))
+    says = rf"no committed checkpoint but what starts passed over as damaged \({names}\); give"
+    with pytest.raises(ValueError, match=says):
+        verify(run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="no committed checkpoint; give the run directory"):
+        verify(run)
+
+
 def test_what_would_be_taken_for_damaged_is_not_saved(tmp_path: Path) -> None:
     local = LocalTier(every=1, directory=str(tmp_path / "memory"))
     with Checkpoints(tmp_path / "run" / "checkpoints", SavePolicy(local=local)) as tiers:

@@ -449,6 +449,10 @@ def default(kind: type) -> Any:
     return REQUIRED[kind]() if kind in REQUIRED else kind()
 
 
+def row_maker(split: str, *, seed: int, epoch: int) -> Iterator[Any]:
+    yield from ()
+
+
 REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.Experiment: lambda: EXPERIMENT,
     jaxtrain.DecoderConfig: lambda: EXPERIMENT.model,
@@ -458,6 +462,7 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     jaxtrain.MoeConfig: lambda: jaxtrain.MoeConfig(8, 4),
     jaxtrain.data.BatchRamp: lambda: jaxtrain.data.BatchRamp(2, 4, 2, 10),
     jaxtrain.data.BigramChain: lambda: jaxtrain.data.BigramChain(8, 8),
+    jaxtrain.data.RowStream: lambda: jaxtrain.data.RowStream(row_maker, "1", seq=8, rows=8),
     jaxtrain.checkpoint.Best: lambda: jaxtrain.checkpoint.Best("loss"),
     jaxtrain.compression.Compressed: lambda: jaxtrain.compression.Compressed(
         jaxtrain.compression.Int8()
@@ -499,7 +504,7 @@ REQUIRED: dict[type, Callable[[], Any]] = {
 def test_every_config_class_comes_back_as_it_was(name: str) -> None:
     kind = CLASSES[name]
     for value in instances(kind):
-        reader = Reader()
+        reader = Reader(__name__)  # for `row_maker` alone
         config = json.loads(json.dumps(config_of(value)))
         make = reader.read(config, Slot(dataclasses=(kind,)), name)
         assert not reader.violations, reader.violations

@@ -123,7 +123,7 @@ def test_the_last_evaluation_is_of_the_final_batches(
 def test_bits_are_of_the_bytes_that_weigh(own: jaxtrain.Experiment, made: Any) -> None:
     """A target that counts a quarter has a quarter of its nats and of its bytes."""
     evaluator, state = made(own)
-    data, every = evaluator._data.dataset, evaluator._data.dataset.rows
+    data, every = evaluator._held_out.split, evaluator._held_out.split.rows
     data.token_bytes = np.arange(own.data.vocab) % 5
 
     def rows(indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -148,6 +148,7 @@ class Fields:
     held_out: int = 24
     vocab: int = 16
     seq: int = 8
+    weight: float = 1.0
 
     def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
         dataset = BigramChain(self.vocab, self.seq).open(split, seed=seed, cache_dir=cache_dir)
@@ -156,6 +157,7 @@ class Fields:
         def rows(indices: np.ndarray) -> dict[str, np.ndarray]:
             found = every(indices)
             found["image"] = found["tokens"].astype(np.float32)
+            found["weights"] = found["weights"] * np.float32(self.weight)
             return {name: found[name] for name in names}
 
         dataset.rows = rows
@@ -200,6 +202,11 @@ LACKING: dict[str, tuple[str, Fields, str]] = {
         r"read 24 rows, in pieces of 4, .* split of 21: .*image, targets and no weights; use "
         r"Evaluation\(batches=2, final_batches=2\)",
     ),
+    "rows, held out": ("decoder", Fields(TOKENS, TOKENS, held_out=0), "split has no rows; use a"),
+    "a weight, held out": (
+        "decoder", Fields(TOKENS, TOKENS, weight=0.0),
+        "no token of the 8 held-out rows that an evaluation reads has a weight above 0",
+    ),
 }  # fmt: skip
 
 
@@ -208,16 +215,17 @@ def test_a_field_that_is_not_there_is_told_at_the_start(
     case: str, own: jaxtrain.Experiment, tmp_path: Path, request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """By its name, before anything is compiled or written."""
+    """By its name, before anything is compiled or written; and by `check`."""
     model, data, message = LACKING[case]
     given = own if model == "images" else request.getfixturevalue(model)
     given = replace(given, **({"model": images} if model == "images" else {}), data=data, steps=2)
     given = replace(given, microbatches=2, evaluation=jaxtrain.Evaluation(every=1, batches=1))
     monkeypatch.setattr(session, "compile_step", lambda *_: pytest.fail("a step was compiled"))
+    mesh = jaxtrain.mesh_from_axes(data=1)
     with pytest.raises(ValueError, match=message):
-        jaxtrain.train(
-            given, jaxtrain.mesh_from_axes(data=1), run_dir=tmp_path / "run", cache_dir=tmp_path
-        )
+        jaxtrain.check(given, mesh)
+    with pytest.raises(ValueError, match=message):
+        jaxtrain.train(given, mesh, run_dir=tmp_path / "run", cache_dir=tmp_path)
     assert not (tmp_path / "run").exists()
 
 

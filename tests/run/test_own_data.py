@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ import pytest
 from tiny import SEQ, VOCAB
 
 import jaxtrain
+from jaxtrain.cluster.phases import Phases
+from jaxtrain.data.row_stream import StreamedRows
 from jaxtrain.session.rows import open_split
 
 
@@ -146,8 +149,9 @@ def test_what_it_lacks_is_told_when_it_is_opened(
         with pytest.raises(ValueError, match=REFUSED[kind]):
             jaxtrain.train(tried, mesh, run_dir=tmp_path / "run", stream=io.StringIO())
         assert not (tmp_path / "run").exists()
-        with pytest.raises(ValueError, match=REFUSED[kind]):
+        with pytest.raises(ValueError, match=REFUSED[kind]) as refused:
             jaxtrain.check(tried, mesh)
+        assert str(refused.value).count("OwnData.open(") == 1, "not for the held-out rows again"
 
 
 def test_what_a_run_does_not_ask_for_it_may_lack(
@@ -185,6 +189,105 @@ def test_ids_beyond_the_vocabulary_are_refused(
     # A target that counts for nothing may be anything, as -100 is in other trainers.
     with nullcontext() if name == "targets" else pytest.raises(ValueError, match=says):
         opened(31, value, 0.0)
+
+
+@dataclass(frozen=True)
+class NothingHeldOut:
+    """It raises `error` for the held-out split, and counts the most rows asked for at once."""
+
+    error: str = ""
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
+        if split == "held_out" and self.error:
+            raise {"KeyError": KeyError, "FileNotFoundError": FileNotFoundError}[self.error](split)
+        return Counted(split)
+
+
+class Counted(Whole):
+    most = 0
+
+    def rows(self, indices: np.ndarray) -> Any:
+        Counted.most = max(Counted.most, len(indices))
+        return super().rows(indices)
+
+    def __len__(self) -> int:
+        return 4096
+
+
+@pytest.mark.parametrize("error", ["KeyError", "FileNotFoundError"])
+def test_held_out_rows_that_are_not_there_are_told_with_all_else(
+    error: str, decoder: jaxtrain.Experiment
+) -> None:
+    """Whatever the user's code raises; not where the data is on another machine."""
+    evaluation = jaxtrain.Evaluation(every=4, batches=2)
+    e = replace(decoder, data=NothingHeldOut(error), evaluation=evaluation)
+    mesh = jaxtrain.mesh_from_axes(data=2)
+    said = rf"open\('held_out'\) raised {error}: '?held_out'?; .*or use evaluation=None"
+    with pytest.raises(ValueError, match=rf"(?s)2 things.*microbatches.*{said}"):
+        jaxtrain.check(replace(e, batch=7, microbatches=3), mesh)
+    assert jaxtrain.check(e, mesh, data_here=False).parameters
+    assert jaxtrain.check(replace(e, evaluation=None), mesh).parameters
+
+
+def test_a_check_reads_few_rows(decoder: jaxtrain.Experiment) -> None:
+    e = replace(decoder, data=NothingHeldOut(), batch=1024)
+    e = replace(e, evaluation=jaxtrain.Evaluation(batches=2, final_batches=4))
+    jaxtrain.check(e, jaxtrain.mesh_from_axes(data=2))
+    assert Counted.most == 32
+
+
+def rows_in_turn(split: str, *, seed: int, epoch: int) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng((split == "held_out", seed, epoch))
+    while True:
+        yield rng.integers(0, VOCAB, SEQ + 1)
+
+
+def test_rows_of_an_iterable_go_on_where_a_run_stopped(
+    decoder: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """To the bit, over the end of an epoch and beside an evaluation."""
+    data = jaxtrain.data.RowStream(rows_in_turn, "1", seq=SEQ, rows=80, held_out_rows=16)
+    evaluation = jaxtrain.Evaluation(every=4, batches=2)
+    e = replace(decoder, data=data, batch=8, steps=24, evaluation=evaluation)
+    e = replace(e, checkpoints=jaxtrain.SavePolicy(every=100))
+    mesh, quiet = jaxtrain.mesh_from_axes(data=2), io.StringIO()
+    assert jaxtrain.check(e, mesh).parameters
+    whole = jaxtrain.train(e, mesh, stream=quiet)
+    jaxtrain.train(e, mesh, steps=19, run_dir=tmp_path / "run", stream=quiet)
+    assert "passing over" not in quiet.getvalue()
+    rest = jaxtrain.train(e, mesh, run_dir=tmp_path / "run", stream=quiet)
+    assert [*map(numbers, rest.history)] == [*map(numbers, whole.history)][19:]
+    told = "make('train', seed=0, epoch=1): passing over 72 rows by reading them"
+    assert quiet.getvalue().count(told) == 1
+    with pytest.raises(ValueError, match=rf"data.make is '{__name__}:.*give trust=\"{__name__}\""):
+        jaxtrain.evaluate(tmp_path / "run", cache_dir=tmp_path)
+    found = jaxtrain.evaluate(tmp_path / "run", cache_dir=tmp_path, trust=__name__)
+    assert found["eval_loss"] == pytest.approx(whole.history[-1]["eval_loss"], rel=1e-6)
+    unheld = replace(e, data=replace(data, held_out_rows=0))
+    with pytest.raises(ValueError, match="no rows are held out; use held_out_rows="):
+        jaxtrain.check(unheld, mesh)
+
+
+def test_rows_are_passed_over_in_phases_of_long_deadlines(
+    decoder: jaxtrain.Experiment, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the main thread, which an interrupt stops; a step's deadline of seconds would end it."""
+    phases, went = Phases(), []
+
+    def go_to(self: StreamedRows, number: int) -> None:
+        went.append((number, phases.now.phase, threading.current_thread().name))
+
+    monkeypatch.setattr(StreamedRows, "go_to", go_to)
+    data = jaxtrain.data.RowStream(rows_in_turn, "1", seq=SEQ, rows=80)
+    session = opened(replace(decoder, data=data, evaluation=None), phases=phases, data=2)
+    session.go_back(session.state, 2, session.loader.skips)
+    session.go_back(session.state, session.experiment.steps, session.loader.skips)
+    expected = [(0, "open", "MainThread"), (16, "restore", "MainThread")]
+    assert went == expected, "nothing is passed over behind the last step"
+
+
+def numbers(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: line[name] for name in ("step", "loss", "eval_loss") if name in line}
 
 
 def test_ids_of_two_tables_are_not_compared(decoder: jaxtrain.Experiment, tmp_path: Path) -> None:

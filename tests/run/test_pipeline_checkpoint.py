@@ -16,18 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import Asking
+from tiny import Asking, at_rest
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointManager, SavePolicy
 from jaxtrain.compression import Compressed, Int8, PowerSGD
-from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.run.result import Result
 from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.session.session import initialise
 from jaxtrain.state_format.leaves import named_leaves
-from jaxtrain.step.assembly import Assembly, active_mesh, assemble
+from jaxtrain.step.assembly import Assembly, assemble
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.state import TrainState
 from jaxtrain.weights.generate import generate_ids
@@ -49,12 +48,6 @@ def piped(
     return replace(
         experiment, execution=replace(experiment.execution, pipeline=pipeline, **execution)
     )
-
-
-def on(experiment: jaxtrain.Experiment, axes: dict[str, int]) -> AtRest:
-    spec = jaxtrain.mesh_from_axes(**axes)
-    assembly = assemble(experiment, spec)
-    return AtRest(assembly, active_mesh(make_mesh(spec), assembly.sizes))
 
 
 def first_state(rest: AtRest) -> TrainState:
@@ -140,9 +133,9 @@ def test_a_save_is_that_of_one_device(
     and back into slots, where the padding is zero."""
     changes, execution = STATES[kind]
     layers, axes, pipeline = MESHES[cut]
-    rest = on(piped(of(decoder, layers, **changes), pipeline, **execution), axes)
+    rest = at_rest(piped(of(decoder, layers, **changes), pipeline, **execution), **axes)
     unpiped = {axis: n for axis, n in axes.items() if axis != "stage"}
-    alone = on(piped(of(decoder, layers, **changes), PLAIN, **execution), unpiped or ONE)
+    alone = at_rest(piped(of(decoder, layers, **changes), PLAIN, **execution), **(unpiped or ONE))
     due, found = (named_leaves(natural_shapes(each.assembly)) for each in (alone, rest))
     assert found.keys() == due.keys()
     for name, leaf in found.items():
@@ -199,7 +192,7 @@ def test_a_save_and_a_restore_run_no_program_and_hold_nothing_twice(
 ) -> None:
     """Not even one that was compiled before: nothing but copies to the host and back."""
     layers, axes, pipeline = MESHES[cut]
-    rest = on(piped(of(decoder, layers), pipeline), axes)
+    rest = at_rest(piped(of(decoder, layers), pipeline), **axes)
     state = jax.block_until_ready(first_state(rest))
     jax.clear_caches()
     with CheckpointManager(tmp_path, SavePolicy()) as manager, jax.log_compiles():
@@ -301,7 +294,7 @@ def test_a_run_goes_from_mesh_to_mesh(
     what is saved is what was there, to the bit, in one device's shapes."""
     given = of(decoder, layers, ema_decay=0.9, evaluation=EVALUATION, microbatches=4)
     whole = trained(given, ONE, "whole")
-    alone, parts = on(given, ONE), []
+    alone, parts = at_rest(given, **ONE), []
     for step, (axes, pipeline) in enumerate(journey, 1):
         last = STEPS if step == len(journey) else step
         parts.append(trained(piped(given, pipeline), axes, "run", steps=last))
@@ -392,7 +385,7 @@ def test_an_interrupted_pipeline_is_saved(
     with pytest.raises(KeyboardInterrupt):
         trained(given, dict(stage=2), "run", stream=stream, callbacks=[Asking(stop)])
     assert "interrupted; saved step 2" in stream.getvalue()
-    stored = read_back(tmp_path / "run", 2, on(given, ONE))
+    stored = read_back(tmp_path / "run", 2, at_rest(given, **ONE))
     assert stored.params["period.0.mlp.up"].shape == (4, 8, 16) and int(stored.step) == 2
 
 
@@ -418,8 +411,8 @@ def test_a_continuation_from_stages_is_that_of_one_device(
         params = first_state(rest).params
         return generate_ids(rest.assembly, params, [3, 1, 4], tokens=8, temperature=0.8)
 
-    found = continued(on(piped(given, pipeline), axes))
-    assert found == continued(on(given, ONE)) and len(set(found)) > 1
+    found = continued(at_rest(piped(given, pipeline), **axes))
+    assert found == continued(at_rest(given, **ONE)) and len(set(found)) > 1
 
 
 @pytest.mark.parametrize(("layers", "axes", "pipeline"), READERS)
@@ -442,7 +435,10 @@ def test_held_out_loss_depends_neither_on_stages_nor_on_batches_in_flight(
         found = [evaluator(state, batches=n)["eval_loss"] for n in (1, 2, 3, None)]
         return found
 
-    found, due = evaluated(on(piped(given, pipeline), axes)), evaluated(on(given, ONE))
+    found, due = (
+        evaluated(at_rest(piped(given, pipeline), **axes)),
+        evaluated(at_rest(given, **ONE)),
+    )
     np.testing.assert_allclose(found, due, rtol=1e-5)
     assert len(set(due)) == 4, "other batches, another loss"
 

@@ -92,7 +92,8 @@ def test_padding_stays_zero_and_outside_norms(
         after = {k: np.asarray(x) for k, x in session.state.params.items()}
         moved = norm({k: after[k] - before[k] for k in after}, where)
         assert metrics["param_norm"] == pytest.approx(norm(after, where), rel=1e-5)
-        assert metrics["update_norm"] == pytest.approx(moved, rel=1e-4)
+        rounded = 2**-24 * norm(after, where)  # of each parameter to which an update is added
+        assert metrics["update_norm"] == pytest.approx(moved, rel=1e-4, abs=rounded)
         if optimizer == "SGD":
             assert metrics["grad_norm"] == pytest.approx(moved / RATE, rel=1e-4)
         for path, leaf in jax.tree_util.tree_leaves_with_path(session.state):

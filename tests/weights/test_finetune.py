@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import at_rest
 
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, LoRA
@@ -54,15 +55,9 @@ def of(decoder: jaxtrain.Experiment, tuning: FineTuning | None = None, **changes
     return replace(decoder, **given)
 
 
-def placed(experiment: Any, **axes: int) -> AtRest:
-    spec = jaxtrain.mesh_from_axes(**(axes or {"data": 1}))
-    assembly = assemble(experiment, spec)
-    return AtRest(assembly, active_mesh(make_mesh(spec), assembly.sizes))
-
-
 def first_state(experiment: Any, **axes: int) -> tuple[AtRest, TrainState]:
     """As a session has it before its first step; nothing of the step is compiled."""
-    order = placed(experiment, **axes)
+    order = at_rest(experiment, **axes)
     state, step = _first_state(order, None, settled_start(order.assembly), None)
     assert step == 0
     return order, state
@@ -257,7 +252,7 @@ def test_frozen_leaves_have_no_state(optimizer: Any, decoder: jaxtrain.Experimen
                 decoder, tuning, optimizer=optimizer, ema_decay=0.9, execution=execution,
                 sharding=jaxtrain.data_parallel() | jaxtrain.tensor(),
             )  # fmt: skip
-            assembly = placed(given, **axes).assembly
+            assembly = at_rest(given, **axes).assembly
             trained = assembly.places.keys() - assembly.frozen
             assert trained and assembly.frozen
             state = assembly.abstract
@@ -460,7 +455,7 @@ def test_a_step_sends_less_the_more_is_frozen(decoder: jaxtrain.Experiment) -> N
     from jaxtrain.planner.traffic import step_traffic
 
     def sent(tuning: FineTuning | None) -> dict[str, float]:
-        facts = facts_of(placed(of(decoder, tuning), **CUBE).assembly)
+        facts = facts_of(at_rest(of(decoder, tuning), **CUBE).assembly)
         kinds = {each.kind: 0.0 for each in step_traffic(facts)}
         for each in step_traffic(facts):
             if each.axes == ("fsdp",):
