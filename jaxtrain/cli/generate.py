@@ -57,6 +57,8 @@ def add_export_options(export: argparse.ArgumentParser) -> None:
     export.add_argument("--out", required=True, help="the folder to write; must not be there yet")
     export.add_argument("--step", type=int, help="default the newest that is durable")
     kinds = ("float32", "bfloat16", "float16")
+    about = "write the adapters of LoRA alone, as a folder of peft"
+    export.add_argument("--adapters", action="store_true", help=about)
     export.add_argument("--dtype", choices=kinds, help="of the files; default the run's own")
     add_trust(export)
 
@@ -67,5 +69,6 @@ def export_command(options: argparse.Namespace) -> int:
     from jaxtrain.weights.export import export
 
     chosen = {"step": options.step, "dtype": options.dtype, "trust": trusted(options)}
+    chosen["adapters"] = options.adapters
     print(export(options.run_dir, options.out, **chosen))
     return 0

@@ -128,6 +128,8 @@ class StreamedRows:
         A notice says so where that is far. Raises as `rows`."""
         epoch, row = divmod(number, self._length)
         with self._lock, self._begun_anew_after_errors():
+            if self._kept(epoch, row) is not None:
+                return
             is_ahead = epoch == self._epoch and row >= self._next
             is_far = row - is_ahead * self._next > FIRST
             skips = callable(getattr(self._iterable, "skip", None))
@@ -149,12 +151,18 @@ class StreamedRows:
             self._epoch = -1  # the iterable may have ended with it
             raise
 
-    def _row(self, epoch: int, number: int) -> Batch:
+    def _kept(self, epoch: int, number: int) -> Batch | None:
+        """Returns a row that was read already, None if it is not kept."""
         if epoch == self._epoch and number < self._next:
             if number < len(self._first):
                 return self._first[number]
             if self._next - number <= len(self._recent):
                 return self._recent[number - self._next]
+        return None
+
+    def _row(self, epoch: int, number: int) -> Batch:
+        if (row := self._kept(epoch, number)) is not None:
+            return row
         if epoch != self._epoch or number < self._next:
             self._begin(epoch, number)
         while self._next <= number:
@@ -207,7 +215,7 @@ class StreamedRows:
                 + " or ".join(filter(None, [use, "return more of them"]))
             ) from None
         row = self._converted(value, f"row {self._next:,} of {name}")
-        if self._recent and _forms(row) != _forms(self._recent[-1]):
+        if self._recent and _kinds(row) != _kinds(self._recent[-1]):
             raise ValueError(
                 f"row {self._next:,} of {name} has other fields, shapes or dtypes than the row "
                 f"before it: {_forms(row)}, and {_forms(self._recent[-1])}"
@@ -275,6 +283,10 @@ def _array(value: Any, label: str) -> np.ndarray:
             raise ValueError(f"{label} has {array.min()} to {array.max()}, which is beyond int32")
         return array.astype(np.int32)
     return array.astype(np.float32 if array.dtype == np.float64 else array.dtype)  # a copy
+
+
+def _kinds(row: Batch) -> dict[str, Any]:
+    return {name: (array.dtype, array.shape) for name, array in row.items()}
 
 
 def _forms(row: Batch) -> dict[str, str]:

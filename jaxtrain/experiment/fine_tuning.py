@@ -21,13 +21,18 @@ class FromHuggingFace:
     """The weights of a folder in `transformers`' format. The model is `huggingface_config(folder)`,
     or one whose parameters have the same shapes (except padding of the vocabulary).
 
-    folder: has config.json and safetensors, as `transformers` writes them.
+    folder: has config.json and safetensors, as `transformers` writes them. adapters: a folder as
+      `peft` writes it, whose adapters go on; `lora` is then `huggingface_lora(adapters, model)`.
     """
 
     folder: str | Path
+    adapters: str | Path | None = None
 
     def __post_init__(self) -> None:
-        raise_violations(kind_violations(self) + store_violations("folder", self.folder))
+        violations = kind_violations(self) + store_violations("folder", self.folder)
+        if self.adapters is not None:
+            violations += store_violations("adapters", self.adapters)
+        raise_violations(violations)
 
 
 @dataclass(frozen=True)

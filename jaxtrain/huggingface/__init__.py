@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from jaxtrain.huggingface.config import read_config, require_decoder
 from jaxtrain.huggingface.config import read_config as huggingface_config  # outside
+from jaxtrain.huggingface.peft import huggingface_lora
 from jaxtrain.huggingface.read import read_params, refuse_unfit
 from jaxtrain.huggingface.write import write_folder
 
 __all__ = [
     "huggingface_config",
+    "huggingface_lora",
     "read_config",
     "read_params",
     "refuse_unfit",

@@ -19,11 +19,13 @@ from jaxtrain.files.folder import file_of
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text
 from jaxtrain.files.stores import local_path
+from jaxtrain.huggingface.peft_config import CONFIG
 from jaxtrain.transformer.decoder import DecoderConfig
 from jaxtrain.transformer.essence import differences, essence
 from jaxtrain.transformer.feed_forward import MlpConfig
 
 NAME = "config.json"
+ADAPTERS = "give their base model's folder, and FromHuggingFace(folder, adapters=...) to train them"
 
 FAMILIES = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, GPT2, QWEN2_MOE, QWEN3_MOE, DOTS1),
@@ -74,6 +76,10 @@ def _family_of(path: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
         return None, {}, [f"there is no directory {path.parent}"]
     try:
         raw = parse_json(read_text(file_of(path.parent, path.name)))
+    except FileNotFoundError as error:
+        if (path.parent / CONFIG).is_file():
+            return None, {}, [f"the folder has adapters of `peft`; {ADAPTERS}"]
+        return None, {}, [f"it cannot be read: {error}"]
     except (OSError, ValueError) as error:
         return None, {}, [f"it cannot be read: {error}"]
     if not isinstance(raw, dict):

@@ -36,15 +36,16 @@ class TensorInfo(NamedTuple):
 class Folder:
     """Headers and open files of a folder; `read` fetches a part of a tensor.
 
-    tensors: all tensors, by the name that `read` takes. problems: tensors that are in two files, or
-    not where the index says. Both are filled within `with`.
+    single: the file that has all tensors, if it is there. index: the one that names several files,
+    None if there can be only one. tensors: all tensors, by the name that `read` takes. problems:
+    tensors that are in two files, or not where the index says. Both are filled within `with`.
 
     Raises ValueError where there are no safetensors, or a file cannot be opened: with the name of
     each. An index can only name files of the folder, and links lead nowhere else (`files.folder`).
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, single: str = SINGLE, index: str | None = INDEX) -> None:
+        self.path, self._single, self._index_name = path, single, index
         self.tensors: dict[str, TensorInfo] = {}
         self.problems: list[str] = []
         self._files: dict[str, Any] = {}
@@ -52,7 +53,7 @@ class Folder:
 
     def __enter__(self) -> Folder:
         index = self._index()
-        names = sorted(set(index.values())) if index is not None else [SINGLE]
+        names = sorted(set(index.values())) if index is not None else [self._single]
         try:
             self._open(names)
         except ValueError:
@@ -83,15 +84,18 @@ class Folder:
 
     def _index(self) -> dict[str, str] | None:
         """Returns tensor -> file; None for a single file, which is preferred if both exist."""
-        if (self.path / SINGLE).is_file():
+        if (self.path / self._single).is_file():
             return None
-        path = self.path / INDEX
-        if not path.is_file():
+        if self._index_name is None or not (self.path / self._index_name).is_file():
             pickled = sorted(p.name for p in self.path.glob("*.bin"))
             hint = f"; {', '.join(pickled)} is pickled: save it as safetensors" if pickled else ""
-            raise ValueError(f"{self.path} has neither {SINGLE} nor {INDEX}{hint}")
+            lacks = f"no {self._single}"
+            if self._index_name is not None:
+                lacks = f"neither {self._single} nor {self._index_name}"
+            raise ValueError(f"{self.path} has {lacks}{hint}")
+        path = self.path / self._index_name
         try:
-            weight_map = parse_json(read_text(file_of(self.path, INDEX)))["weight_map"]
+            weight_map = parse_json(read_text(file_of(self.path, path.name)))["weight_map"]
             return {str(name): str(file) for name, file in weight_map.items()}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has no weight_map of tensors to files: {error!r}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def _reader(
     family: Family,
     leaves: dict[str, LeafShape],
     problems: list[str],
-) -> _Reader:
+) -> LeafReader:
     """Returns the reader of a folder with this model. Raises ValueError with all that is wrong,
     `problems` first."""
     _find_base(files, family)
@@ -88,7 +88,7 @@ def _reader(
     problems = problems + files.problems + _tensor_problems(files, tensors, family, copy)
     if problems:
         raise ValueError("\n- ".join([f"{files.path} has not this model's weights:", *problems]))
-    return _Reader(files, tensors, copy, beyond)
+    return LeafReader(files, tensors, copy, beyond)
 
 
 def _template_problems(
@@ -154,6 +154,15 @@ def _tensor_problems(
     expected = {tensor.name: tensor.shape for tensor in tensors}
     if copy is not None:
         expected[copy] = expected[family.name_of("embedding")]
+    extra = (k for k in files.tensors if k not in expected and not family.buffers.fullmatch(k))
+    return shape_problems(files, expected) + [
+        f"{name} {list(files.tensors[name].shape)} is not in this model" for name in extra
+    ]
+
+
+def shape_problems(files: Folder, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Returns which of the `expected` tensors, name -> shape, a folder lacks, or has in another
+    shape or as no floats."""
     problems = []
     for name, shape in expected.items():
         info = files.tensors.get(name)
@@ -163,18 +172,19 @@ def _tensor_problems(
             problems.append(f"{name} is {list(info.shape)}, and {list(shape)} in this model")
         elif info.dtype not in FLOATS:
             problems.append(f"{name} is {info.dtype}; the dtypes read are {', '.join(FLOATS)}")
-    for name in files.tensors:
-        if name not in expected and not family.buffers.fullmatch(name):
-            problems.append(f"{name} {list(files.tensors[name].shape)} is not in this model")
     return problems
 
 
-class _Reader:
+class LeafReader:
     """Reads leaves from an open folder that has all of them. copy: a second copy of a tied table,
     if any."""
 
     def __init__(
-        self, files: Folder, tensors: list[StoredTensor], copy: str | None, left_out: list[str]
+        self,
+        files: Folder,
+        tensors: Sequence[StoredTensor],
+        copy: str | None = None,
+        left_out: Sequence[str] = (),
     ) -> None:
         self.files, self.copy, self.left_out = files, copy, left_out
         self.parts: dict[str, list[tuple[StoredTensor, TensorPiece]]] = {}

@@ -18,7 +18,7 @@ from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.files.stores import local_path
 from jaxtrain.huggingface import config as config_file
 from jaxtrain.huggingface.folder import INDEX, SINGLE
-from jaxtrain.huggingface.layout import LeafShape, StoredTensor, leaf_shapes, stored_tensors
+from jaxtrain.huggingface.layout import StoredTensor, leaf_shapes, stored_tensors
 from jaxtrain.huggingface.target import Target, in_the_way
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.transformer.decoder import DecoderConfig
@@ -61,7 +61,7 @@ def write_folder(
     family, fields = config_file.family_and_fields(config)
     leaves = leaf_shapes(config)
     tensors = stored_tensors(config, family.tensors, leaves)
-    if problems := _problems(params, leaves, dtype):
+    if problems := params_problems(params, {k: v.shape for k, v in leaves.items()}, dtype):
         raise ValueError("\n".join(problems))
     leaf_dtype = next(iter(params.values())).dtype if dtype is None else dtype
     name = str(jnp.dtype(leaf_dtype))
@@ -69,13 +69,25 @@ def write_folder(
     if max_seq is not None and config.learned_positions is None:
         fields.setdefault("max_position_embeddings", max_seq)
     files = _files(tensors, jnp.dtype(name).itemsize, shard_bytes)
-    size = sum(_elements(tensor) for tensor in tensors) * jnp.dtype(name).itemsize
+    write_tensors(folder, files, params, name, {**(texts or {}), **_texts(files, fields, name)})
+
+
+def write_tensors(
+    folder: Path,
+    files: Mapping[str, Sequence[StoredTensor]],
+    params: Params,
+    dtype: str,
+    texts: Mapping[str, str],
+) -> None:
+    """Writes a folder of safetensors files, with the tensors of each, and small files, completely
+    or not at all. Raises ValueError on every process where process 0 could not write."""
+    size = _bytes(files, dtype)
     with Target(folder) as target:
         target.attempt(partial(target.begin, size))
         target.agree()
         for file, part in files.items():
-            _write_file(target, file, part, params, name)
-        target.attempt(partial(target.commit, {**(texts or {}), **_texts(files, fields, size)}))
+            _write_file(target, file, part, params, dtype)
+        target.attempt(partial(target.commit, texts))
         target.agree()
 
 
@@ -97,13 +109,15 @@ def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> 
     share_failure(refuse)
 
 
-def _problems(params: Params, leaves: Mapping[str, LeafShape], dtype: Any) -> list[str]:
+def params_problems(params: Params, leaves: Mapping[str, tuple[int, ...]], dtype: Any) -> list[str]:
+    """Returns how parameters differ from those expected, leaf -> shape, and why they cannot be
+    written in this dtype (None for their own)."""
     problems = [f"parameter {path} is missing" for path in leaves if path not in params]
     for path, leaf in params.items():
         if path not in leaves:
             problems.append(f"{path} is no parameter of this model")
-        elif tuple(leaf.shape) != leaves[path].shape:
-            problems.append(f"{path} is {leaf.shape}, and {leaves[path].shape} in the model")
+        elif tuple(leaf.shape) != leaves[path]:
+            problems.append(f"{path} is {leaf.shape}, and {leaves[path]} in the model")
         elif not isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_addressable:
             problems.append(f"{path} is on other processes too, without a NamedSharding")
     dtypes = [leaf.dtype for leaf in params.values()] if dtype is None else [dtype]
@@ -143,14 +157,21 @@ def _elements(tensor: StoredTensor) -> int:
     return math.prod(tensor.shape)
 
 
+def _bytes(files: Mapping[str, Sequence[StoredTensor]], dtype: str) -> int:
+    return sum(_elements(t) for part in files.values() for t in part) * jnp.dtype(dtype).itemsize
+
+
 def _texts(
-    files: Mapping[str, list[StoredTensor]], fields: dict[str, Any], size: int
+    files: Mapping[str, list[StoredTensor]], fields: dict[str, Any], dtype: str
 ) -> dict[str, str]:
     """Returns the JSON files that accompany the weights."""
     objects = {config_file.NAME: fields}
     if len(files) > 1:
         weight_map = {tensor.name: file for file, part in files.items() for tensor in part}
-        objects[INDEX] = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        objects[INDEX] = {
+            "metadata": {"total_size": _bytes(files, dtype)},
+            "weight_map": weight_map,
+        }
     return {
         name: json.dumps(content, indent=2, sort_keys=True) + "\n"
         for name, content in objects.items()
@@ -158,7 +179,7 @@ def _texts(
 
 
 def _write_file(
-    target: Target, file: str, tensors: list[StoredTensor], params: Params, dtype: str
+    target: Target, file: str, tensors: Sequence[StoredTensor], params: Params, dtype: str
 ) -> None:
     """Gathers a file's tensors, in which all processes take part, and writes them."""
     arrays: dict[str, np.ndarray] = {}

@@ -93,16 +93,36 @@ def opaque_flops(assembly: Assembly) -> float:
 def least_kernel_flops(assembly: Assembly) -> float:
     """Returns the least FLOPs of one run of such a kernel; 0 if there is none.
 
-    Attention: a forward pass, or 0 on a mesh with `context`. Experts: one product of a chunk of
-      rows.
+    Attention: a forward pass; where rows are split over devices, one between the tokens of two of
+      them, or 0 with a window, whose last tiles are small. Experts: one product of a chunk of rows.
     """
     flops = [math.inf]
     for call, forward in _opaque_calls(assembly):
         if (mixture := mixture_of(call)) is not None:
             flops.append(forward / len(mixture.weights) / expert_chunks(assembly, mixture))
-        else:
-            flops.append(0.0 if assembly.context is not None else forward)
+        elif (attention := attention_of(call)) is not None:
+            flops.append(forward * _part_of_row(assembly, attention))
     return 0.0 if min(flops) == math.inf else min(flops)
+
+
+def _part_of_row(assembly: Assembly, attention: AttentionCall) -> float:
+    """Returns the least part of a device's (query, key) pairs that one kernel call has.
+
+    The n parts of a row that keys travel between have n squared pairs of parts. In zig-zag order
+    all calls have as many, half of those of two parts; in contiguous order a part with itself has
+    the fewest, half of them too.
+    """
+    method = assembly.context
+    if method is None:
+        return 1.0
+    devices = ways(assembly.roles.seq, assembly.sizes)
+    if (parts := devices // method.trading(devices)) == 1:
+        return 1.0
+    seq = assembly.abstract_batch()[assembly.described.tokens].shape[2]
+    if attention.window is not None and attention.window < seq:
+        return 0.0
+    pairs = (seq / parts) ** 2 / (2 if attention.causal else 1)
+    return pairs * parts / replace(attention, needed=None).flops.pairs(seq)
 
 
 def _opaque_calls(assembly: Assembly) -> list[tuple[Operation, float]]:

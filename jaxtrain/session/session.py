@@ -88,7 +88,10 @@ class Session:
             return f"resuming at step {self.start}, "
         if isinstance(self.begins, FromRun):
             return f"from step {self.begins.step} of {self.begins.run_dir}, "
-        return f"from {self.begins.folder}, " if isinstance(self.begins, FromHuggingFace) else ""
+        if not isinstance(self.begins, FromHuggingFace):
+            return ""
+        adapters = self.begins.adapters
+        return f"from {self.begins.folder}{f' with {adapters}' if adapters else ''}, "
 
     def step(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Dispatches one step on the next state; returns its metrics without waiting for them.

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint.run_config import stored_experiment
+from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace
 from jaxtrain.experiment.reading import Trust
+from jaxtrain.experiment.stored import stored_field
 from jaxtrain.files.stores import local_path
 from jaxtrain.huggingface import require_decoder, write_folder
+from jaxtrain.huggingface.peft_write import refuse_unwritable_adapters, write_adapters
 from jaxtrain.huggingface.write import refuse_unwritable
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.weights.loading import is_run, load
+from jaxtrain.models.buffers import buffers_of
+from jaxtrain.models.layered import description_of
+from jaxtrain.weights.loading import Loaded, is_run, load
 from jaxtrain.weights.tokenizer_files import (
     GENERATION,
     declared_positions,
@@ -30,10 +35,14 @@ def export(
     dtype: Any = None,
     mesh: MeshSpec | None = None,
     trust: Trust = (),
+    adapters: bool = False,
 ) -> Path:
     """Writes the model of a run directory as the folder `out`, with the tokenizer of its data.
     Where the run does not keep a tokenizer, a warning says so and the folder is written without
     one.
+
+    adapters: True writes the adapters of LoRA alone, as a folder of `peft` without tokenizer, which
+    names the folder that the run began with. Refused where they alone are not what was trained.
 
     step: None for the newest of the durable checkpoints; newer ones that only the disks of a
     `LocalTier` have are ignored. averaged: the averaged weights; None where the run keeps any.
@@ -47,6 +56,9 @@ def export(
         raise ValueError(f"{run} has no checkpoints; give a run directory")
     model = load(run, step=step, averaged=averaged, mesh=mesh, trust=trust)
     config = require_decoder(model.config, str(run))
+    if adapters:
+        _export_adapters(run, out, model, dtype, trust)
+        return out
     refuse_unwritable(out, config, model.precision.params if dtype is None else dtype)
     tokenizer, texts, lacking = model.tokenizer, {}, model.lacking
     if tokenizer is not None:
@@ -67,6 +79,34 @@ def export(
         texts=texts,
     )
     return out
+
+
+def _export_adapters(run: Path, out: Path, model: Loaded, dtype: Any, trust: Trust) -> None:
+    config = require_decoder(model.config, str(run))
+    tuning = stored_field(run, "fine_tuning", trust=trust)
+    if model.adapters is None:
+        raise ValueError(f"{run} trained no adapters (fine_tuning.lora); export its weights")
+    if more := _beside_adapters(tuning, model):
+        merged = "export the weights with adapters merged"
+        raise ValueError(f"{run}: its adapters alone are another model, {more}; {merged}")
+    refuse_unwritable(out, config, model.precision.params if dtype is None else dtype)
+    refuse_unwritable_adapters(config, model.adapters.targets)
+    folder = Path(tuning.start.folder)
+    base = str(folder.resolve() if folder.is_dir() else folder)
+    leaves = model.adapters.read()
+    write_adapters(out, config, leaves, alpha=tuning.lora.alpha, dtype=dtype, base=base)
+
+
+def _beside_adapters(tuning: FineTuning, model: Loaded) -> str:
+    """Returns why the base model that a folder of adapters is used with would not be the one that
+    they were trained in; empty if it is."""
+    if tuning.trainable is not None:
+        return f"for fine_tuning.trainable={tuning.trainable} was trained too"
+    if buffers_of(description_of(model.config), scaled=False).biases:
+        return "for Balance(bias_rate=...) moved biases of routers too"
+    if not isinstance(tuning.start, FromHuggingFace):
+        return f"for the run began with {tuning.start}, and with no folder that `peft` could load"
+    return ""
 
 
 def _positions(run: Path) -> int | None:

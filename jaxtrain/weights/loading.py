@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -46,12 +46,20 @@ from jaxtrain.weights.tokenizer_files import (
 )
 
 
+class LoadedAdapters(NamedTuple):
+    """targets: the matrices that have one. read: reads the leaves A and B, in natural layer
+    order."""
+
+    targets: tuple[str, ...]
+    read: Callable[[], dict[str, jax.Array]]
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model without adapters, which are merged into its matrices.
 
     tokenizer: None where there is none; `lacking` is the reason, if there should be one. read:
-    reads `params`.
+    reads `params`. adapters: those of LoRA, not merged; None where there are none.
     """
 
     config: ModelConfig
@@ -59,6 +67,7 @@ class Loaded:
     tokenizer: KeptTokenizer | None
     read: Callable[[], dict[str, jax.Array]]
     lacking: str = ""
+    adapters: LoadedAdapters | None = None
 
     @cached_property
     def params(self) -> dict[str, jax.Array]:
@@ -147,7 +156,10 @@ def _of_run(
     except (OSError, ValueError) as error:  # the model is there without
         lacking = str(error)
     read = partial(_read_run, stored, template, scale)
-    return Loaded(config, precision, tokenizer, read, lacking)
+    unmerged = None
+    if adapters is not None:
+        unmerged = LoadedAdapters(adapters.targets, partial(_read_adapters, stored, template))
+    return Loaded(config, precision, tokenizer, read, lacking, unmerged)
 
 
 def _refuse_own_attention(path: Path, trust: Trust) -> None:
@@ -183,6 +195,11 @@ def refuse_unsaved(path: Path) -> None:
 
 def _read_run(stored: StoredStep, template: dict[str, Any], scale: float) -> dict[str, jax.Array]:
     return _merge(read_stored(stored, template), scale)
+
+
+def _read_adapters(stored: StoredStep, template: dict[str, Any]) -> dict[str, jax.Array]:
+    names = {k: name for k, name in stored.names.items() if is_adapter(k)}
+    return read_stored(stored._replace(names=names), template)
 
 
 def static_of(config: ModelConfig) -> Any:

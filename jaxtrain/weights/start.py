@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jaxtrain.experiment.stored import (
 )
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.huggingface import read_params, refuse_unfit, require_decoder
+from jaxtrain.huggingface.peft import ranks_of, read_adapters, refuse_unfit_adapters
 from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.buffers import buffers_of
 from jaxtrain.models.layered import description_of
@@ -65,14 +67,22 @@ def settled_start(assembly: Assembly) -> Start | None:
     tuning = assembly.experiment.fine_tuning
     start = None if tuning is None else tuning.start
     if isinstance(start, FromHuggingFace):
-        folder, model = start.folder, assembly.experiment.model
-        share_failure(lambda: refuse_unfit(folder, require_decoder(model, FOLDER)))
+        share_failure(partial(_refuse_unfit_folder, start, assembly))
     elif isinstance(start, FromRun):
-        source = start
-        step, _ = share_failure(lambda: manifest_of(source.run_dir, source.step))
-        start = settled = replace(source, step=int(all_gather_text(str(step))[0]))
-        share_failure(lambda: _refuse_unfit_run(settled, assembly))
+        step, _ = share_failure(partial(manifest_of, start.run_dir, start.step))
+        start = replace(start, step=int(all_gather_text(str(step))[0]))
+        share_failure(partial(_refuse_unfit_run, start, assembly))
     return start
+
+
+def _refuse_unfit_folder(start: FromHuggingFace, assembly: Assembly) -> None:
+    e = assembly.experiment
+    model = require_decoder(e.model, FOLDER)
+    refuse_unfit(start.folder, model)
+    if start.adapters is not None:
+        shapes = {k: tuple(leaf.shape) for k, leaf in natural_shapes(assembly).params.items()}
+        lora = getattr(e.fine_tuning, "lora", None)
+        refuse_unfit_adapters(start.adapters, model, lora, {*ranks_of(shapes)})
 
 
 def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
@@ -176,9 +186,13 @@ def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array
             k: v for k, v in template.items() if k not in at_rest.assembly.buffers.anew
         }
         base = {k: v for k, v in stored_leaves.items() if not is_adapter(k)}
-        return share_failure(
-            lambda: read_params(start.folder, require_decoder(e.model, FOLDER), base, slots)
-        )
+        model = require_decoder(e.model, FOLDER)
+        params = share_failure(partial(read_params, start.folder, model, base, slots))
+        if start.adapters is not None:
+            leaves = {k: v for k, v in stored_leaves.items() if is_adapter(k)}
+            read = partial(read_adapters, start.adapters, model, leaves, slots)
+            params |= share_failure(read)
+        return params
     shapes, ignored = _loaded_shapes(at_rest.assembly), own_leaves(e.model)
     stored = share_failure(lambda: stored_params(start, shapes, ignored))
     return _cast(read_stored(stored, template, slots), template)

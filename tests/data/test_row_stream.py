@@ -111,7 +111,10 @@ def test_an_iterable_may_use_one_array_for_all_rows() -> None:
 def test_rows_in_turn_are_read_once() -> None:
     """The first ones are looked at when the data is opened; an epoch ends with its last row."""
     dataset = opened()
-    for numbers in ([0, 1], range(32), *(range(at, at + 50) for at in range(0, 2 * ROWS, 50))):
+    for numbers in ([0, 1], range(32)):
+        assert_rows(dataset, "train", 0, numbers)
+    dataset.go_to(0)
+    for numbers in (range(1), *(range(at, at + 50) for at in range(0, 2 * ROWS, 50))):
         assert_rows(dataset, "train", 0, numbers)
     expected = [("train", 0, epoch, row) for epoch in (0, 1) for row in range(ROWS)]
     assert expected == READ
@@ -321,6 +324,14 @@ NO_ROWS = {
     "long": ([LONG], "tokens of shape \\(7,\\), and seq=6"),
     "a batch": ([BATCH], "one by one, not in batches"),
     "others": ([GOOD, {"tokens": GOOD[:-1]}], "row 1 of .* has other fields, shapes or dtypes"),
+    "other shapes": (
+        [{"x": np.ones(2, np.float32)}, {"x": np.ones(3, np.float32)}],
+        r"float32\[3\]'}, and {'x': 'float32\[2\]'}",
+    ),
+    "other dtypes": (
+        [{"x": np.ones(2, np.float32)}, {"x": np.ones(2, np.float16)}],
+        r"float16\[2\]'}, and {'x': 'float32\[2\]'}",
+    ),
 }
 
 

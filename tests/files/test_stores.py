@@ -14,6 +14,8 @@ from jaxtrain.bench.checkpoint import bench_checkpoint
 from jaxtrain.data import ByteTokenizer, StdlibSource, tokenize
 from jaxtrain.files.stores import local_path, store_violations
 from jaxtrain.huggingface import read_params, write_folder
+from jaxtrain.huggingface.peft import huggingface_lora, read_adapters
+from jaxtrain.huggingface.peft_write import write_adapters
 from jaxtrain.weights.loading import load
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
@@ -43,6 +45,10 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "weights, read": lambda at: read_params(at, EXPERIMENT.model, {}),
     "weights, written": lambda at: write_folder(at, EXPERIMENT.model, {}),
     "a start from weights": jaxtrain.FromHuggingFace,
+    "a start with adapters": lambda at: jaxtrain.FromHuggingFace("a", adapters=at),
+    "adapters": lambda at: huggingface_lora(at, EXPERIMENT.model),
+    "adapters, read": lambda at: read_adapters(at, EXPERIMENT.model, {}),
+    "adapters, written": lambda at: write_adapters(at, EXPERIMENT.model, {}, alpha=1.0),
     "a start from a run": jaxtrain.FromRun,
     "checkpoints": lambda at: jaxtrain.checkpoint.CheckpointManager(at, jaxtrain.SavePolicy()),
     "a local tier": lambda at: jaxtrain.checkpoint.LocalTier(directory=str(at)),

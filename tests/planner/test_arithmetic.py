@@ -15,6 +15,7 @@ from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
 from jaxtrain.certificate.shrink import shrink
+from jaxtrain.context.methods import GatheredKeys, RingAttention, Ulysses
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.moe import Megablox, TritonBlocks
 from jaxtrain.nn.stack import LayerLoop
@@ -37,10 +38,12 @@ def assembled(
     experts: int = 0,
     seq: int = 16,
     unroll: bool = True,
+    window: int | None = None,
     **execution: Any,
 ) -> Assembly:
     small = shrink(jaxtrain.load_experiment(EXPERIMENT), devices=8)
     (block,) = small.model.period
+    block = replace(block, attention=replace(block.attention, window=window))
     if experts:
         block = replace(block, mlp=jaxtrain.MoeConfig(block.mlp.hidden, experts))
     execution = {"loop": LayerLoop(unroll=unroll, remat=remat), **execution}
@@ -136,9 +139,32 @@ def test_a_kernel_has_at_least_the_flops_of_one_forward_call() -> None:
     assert chunks > 1
     each = made / e.model.layers / e.microbatches / chunks / 3
     assert least_kernel_flops(chunked) == pytest.approx(each)
-    cut = assembled({"context": 2}, attention=Splash(interpret=True))
-    assert opaque_flops(cut) > 0 == least_kernel_flops(cut), "a part of a row has fewer pairs"
     assert least_kernel_flops(assembled({"data": 2})) == 0
+
+
+METHODS: dict[str, tuple[Any, float]] = {
+    "zig-zag": (RingAttention(), 8 * 8 / 2),
+    "contiguous": (RingAttention(zigzag=False), 8 * 8 / 2),
+    "gathered": (GatheredKeys(), 8 * 8 / 2),
+    "trading": (Ulysses(), 16 * 17 / 2 / 2),  # of half of the heads
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_kernel_of_split_rows_has_the_pairs_of_two_parts(name: str) -> None:
+    """Of rows of 16 tokens on two devices. In zig-zag order a hop has two tiles of 4 x 4, and a
+    device's own part three, two of them causal."""
+    method, pairs = METHODS[name]
+    cut = assembled({"context": 2}, attention=Splash(interpret=True), context=method)
+    e = cut.experiment
+    (block,) = set(e.model.period)
+    heads, width = block.attention.heads, e.model.embed // block.attention.heads
+    found = least_kernel_flops(cut)
+    assert found == pytest.approx(2 * 2 * e.batch / e.microbatches * pairs * heads * width)
+    assert found <= opaque_flops(cut)
+    kernel = Splash(interpret=True)
+    windowed = assembled({"context": 2}, attention=kernel, context=method, window=4)
+    assert (least_kernel_flops(windowed) > 0) == (name == "trading")
 
 
 @pytest.mark.parametrize("seq", [16, 500, 4096])
