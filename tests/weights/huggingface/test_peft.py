@@ -297,6 +297,10 @@ def test_adapters_of_some_layers_fit_a_model_with_layers_apart(tmp_path: Path) -
     lora = huggingface_lora(tmp_path / "lora", apart)
     assert lora.targets == (TARGETS[0], TARGETS[1], "period.1.mlp.down")
     back = read_adapters(tmp_path / "lora", apart, shapes(adapters_of(apart, lora.targets)))
+    with pytest.raises(ValueError, match=r"layers.1.self_attn.q_proj.* is missing") as refused:
+        wanted = shapes(adapters_of(apart, (*lora.targets, "period.1.attention.query")))
+        read_adapters(tmp_path / "lora", apart, wanted)
+    assert "dataclasses.replace" not in str(refused.value)
     whole = adapters_of(LLAMA, TARGETS)
     np.testing.assert_array_equal(
         back["period.1.mlp.down_lora_a"][0], whole["period.0.mlp.down_lora_a"][1]

@@ -20,6 +20,7 @@ from jaxtrain.huggingface import huggingface_lora, write_folder
 from jaxtrain.huggingface.peft_write import write_adapters
 from jaxtrain.moe import Balance
 from jaxtrain.weights.loading import load
+from jaxtrain.weights.start import read_stored as really_read
 
 TARGETS = ("period.0.attention.query", "period.0.mlp.down")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -63,9 +64,14 @@ def test_a_run_hands_its_adapters_on_and_takes_them_up(
     capsys.readouterr()
     losses = []
     for start in (FromRun(tmp_path / "run"), FromHuggingFace(base, adapters=out)):
-        went = jaxtrain.train(of(FineTuning(start, lora=lora)), mesh, stream=told)
+        again = of(FineTuning(start, lora=lora))
+        run = tmp_path / type(start).__name__
+        went = jaxtrain.train(again, mesh, run_dir=run, stream=told)
         losses.append([line["loss"] for line in went.history])
     assert losses[0] == losses[1]
+    with pytest.raises(ValueError, match=r"the run began with FromRun.*, and with no folder that"):
+        jaxtrain.export(tmp_path / "FromRun", tmp_path / "none", adapters=True)
+    jaxtrain.export(tmp_path / "FromHuggingFace", tmp_path / "more", adapters=True)
     merged = load(tmp_path / "run").params
     assert merged.keys().isdisjoint(adapters_of(LLAMA, TARGETS))
     line = told.getvalue().splitlines()
@@ -117,8 +123,12 @@ def test_layers_of_adapters_come_to_their_stages(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_the_step_that_is_named_is_written(base: Path, tmp_path: Path) -> None:
-    tuned = of(FineTuning(FromHuggingFace(base), lora=LoRA(RANK, 6.0, TARGETS)))
+def test_the_step_that_is_named_is_written(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the base model's folder as it is found from anywhere."""
+    monkeypatch.chdir(tmp_path)
+    tuned = of(FineTuning(FromHuggingFace(base.name), lora=LoRA(RANK, 6.0, TARGETS)))
     saved = replace(tuned, checkpoints=jaxtrain.SavePolicy(every=1))
     run = tmp_path / "run"
     jaxtrain.train(saved, mesh_from_axes(data=1), run_dir=run, stream=io.StringIO())
@@ -126,6 +136,8 @@ def test_the_step_that_is_named_is_written(base: Path, tmp_path: Path) -> None:
     for step in (1, 2, None):
         jaxtrain.export(run, tmp_path / str(step), step=step, adapters=True)
         found.append(load_file(tmp_path / str(step) / WEIGHTS))
+    told = json.loads((tmp_path / "1" / CONFIG).read_text())["base_model_name_or_path"]
+    assert told == str(base)
     assert all((found[1][k] == found[2][k]).all() for k in found[1])
     assert any((found[0][k] != found[2][k]).any() for k in found[0])
 
@@ -168,19 +180,33 @@ def test_adapters_that_alone_are_not_what_was_trained_are_not_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_what_cannot_be_written_is_refused_before_a_weight_is_read(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned = of(FineTuning(FromHuggingFace(base), lora=LoRA(RANK, 6.0, TARGETS)))
-    run = tmp_path / "run"
-    mesh, once = mesh_from_axes(data=1), replace(tuned, steps=1)
-    jaxtrain.train(once, mesh, run_dir=run, stream=io.StringIO())
-    monkeypatch.setattr("jaxtrain.weights.loading.read_stored", None)
+    """And of what can be, adapters alone are read."""
+    model, run = MODELS[name][1], tmp_path / "run"
+    write_folder(tmp_path / "base", model, random_params(model, template(model)))
+    tuned = FineTuning(FromHuggingFace(tmp_path / "base"), lora=LoRA(RANK, 6.0, TARGETS[:1]))
+    once = replace(of(tuned), model=model, steps=1)
+    jaxtrain.train(once, mesh_from_axes(data=1), run_dir=run, stream=io.StringIO())
+    asked: list[str] = []
+
+    def read_stored(stored: Any, template: Any, *rest: Any) -> Any:
+        asked.extend(stored.names)
+        return really_read(stored, template, *rest)
+
+    monkeypatch.setattr("jaxtrain.weights.loading.read_stored", read_stored)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a").touch()
     for out, dtype, told in (
         (tmp_path / "there", None, "there"),
         (tmp_path / "out", "int8", "dtype is int8; give one of float32, bfloat16, float16"),
+        *([(tmp_path / "out", None, "query shares .*c_attn")] if name == "gpt2" else []),
     ):
         with pytest.raises(ValueError, match=told):
             jaxtrain.export(run, out, dtype=dtype, adapters=True)
+    assert not asked
+    if name == "llama":
+        jaxtrain.export(run, tmp_path / "out", adapters=True)
+        assert sorted(asked) == [f"{TARGETS[0]}_lora_{part}" for part in "ab"]
