@@ -74,12 +74,10 @@ def family_of(folder: Path) -> Family:
 def _family_of(path: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
     if not path.parent.is_dir():
         return None, {}, [f"there is no directory {path.parent}"]
+    if not path.exists() and (path.parent / CONFIG).is_file():
+        return None, {}, [f"the folder has adapters of `peft`; {ADAPTERS}"]
     try:
         raw = parse_json(read_text(file_of(path.parent, path.name)))
-    except FileNotFoundError as error:
-        if (path.parent / CONFIG).is_file():
-            return None, {}, [f"the folder has adapters of `peft`; {ADAPTERS}"]
-        return None, {}, [f"it cannot be read: {error}"]
     except (OSError, ValueError) as error:
         return None, {}, [f"it cannot be read: {error}"]
     if not isinstance(raw, dict):

@@ -19,7 +19,7 @@ from jaxtrain.huggingface.config import family_and_fields, require_decoder
 from jaxtrain.huggingface.folder import Folder
 from jaxtrain.huggingface.layout import StoredTensor, TensorPiece, leaf_shapes, stored_tensors
 from jaxtrain.huggingface.peft_config import MERGE, read_settings, refusal
-from jaxtrain.huggingface.read import LeafReader, Template, shape_problems
+from jaxtrain.huggingface.read import LeafReader, Template, find_base, shape_problems
 from jaxtrain.models.adapters import adapter_places
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
@@ -42,9 +42,8 @@ def huggingface_lora(folder: str | Path, model: DecoderConfig) -> LoRA:
     require_decoder(model, "huggingface_lora(folder, model)")
     rank, alpha = read_settings(folder)
     with _opened(folder, model) as adapters:
-        leaves = {adapters.leaves.get(module) for module in adapters.modules}
-        targets = tuple(path for path in adapters.leaves.values() if path in leaves)
-        targets = tuple(dict.fromkeys(targets))
+        adapted = (leaf for module, leaf in adapters.leaves.items() if module in adapters.modules)
+        targets = tuple(dict.fromkeys(adapted))
         problems = adapters.problems(dict.fromkeys(targets, rank))
         if not targets:
             problems.append(f"{WEIGHTS} has no adapter of a matrix of this model")
@@ -191,10 +190,7 @@ def _opened(folder: Path, model: DecoderConfig) -> Iterator[_Adapters]:
     spelled = {module_of(tensor): leaf_of(tensor) for tensor in base}
     leaves = {module: leaf for module, leaf in spelled.items() if leaf in places}
     with Folder(folder, WEIGHTS, index=None) as files:
-        if not any(name.startswith(PREFIX + family.base) for name in files.tensors):
-            # Adapters of the class without a head: its names lack a prefix.
-            names = {k: PREFIX + family.base + k.removeprefix(PREFIX) for k in files.tensors}
-            files.rename(names)
+        find_base(files, family, PREFIX)
         modules = dict.fromkeys(
             name.removeprefix(PREFIX).removesuffix(part)
             for name in files.tensors

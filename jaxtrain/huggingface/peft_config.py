@@ -55,7 +55,7 @@ def read_settings(folder: Path) -> tuple[int, float]:
     problems = [
         f"{name}={fields.get(name)!r}; a plain LoRA has {values[0]!r}"
         for name, values in ALLOWED.items()
-        if not any(fields.get(name) is value or fields.get(name) == value for value in values)
+        if fields.get(name) not in values
     ]
     problems += [
         f"{name}={value!r} is not known here; a plain LoRA has none"

@@ -80,7 +80,7 @@ def _reader(
 ) -> LeafReader:
     """Returns the reader of a folder with this model. Raises ValueError with all that is wrong,
     `problems` first."""
-    _find_base(files, family)
+    find_base(files, family)
     tensors = _spelling(files, config, family, leaves)
     copy = _tied_copy(files, config, family)
     beyond = _layers_beyond(files, config) if family.layers_beyond else []
@@ -120,13 +120,13 @@ def _spelling(
     )
 
 
-def _find_base(files: Folder, family: Family) -> None:
+def find_base(files: Folder, family: Family, before: str = "") -> None:
     """Renames tensors to the names of the class with a head: a folder that was saved from the class
-    without one lacks the prefix `model.`."""
-    if not any(name.startswith(family.base) for name in files.tensors):
-        head = family.name_of("head")
-        names = {name: name if name == head else family.base + name for name in files.tensors}
-        files.rename(names)
+    without one lacks the prefix `model.`. before: what stands before that prefix."""
+    base = before + family.base
+    if not any(name.startswith(base) for name in files.tensors):
+        others = files.tensors.keys() - {before + family.name_of("head")}
+        files.rename({name: base + name.removeprefix(before) for name in others})
 
 
 def _layers_beyond(files: Folder, config: DecoderConfig) -> list[str]:

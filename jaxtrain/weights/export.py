@@ -18,7 +18,7 @@ from jaxtrain.huggingface.write import refuse_unwritable
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.models.buffers import buffers_of
 from jaxtrain.models.layered import description_of
-from jaxtrain.weights.loading import Loaded, is_run, load
+from jaxtrain.weights.loading import Loaded, LoadedAdapters, is_run, load
 from jaxtrain.weights.tokenizer_files import (
     GENERATION,
     declared_positions,
@@ -56,10 +56,12 @@ def export(
         raise ValueError(f"{run} has no checkpoints; give a run directory")
     model = load(run, step=step, averaged=averaged, mesh=mesh, trust=trust)
     config = require_decoder(model.config, str(run))
-    if adapters:
-        _export_adapters(run, out, model, dtype, trust)
-        return out
     refuse_unwritable(out, config, model.precision.params if dtype is None else dtype)
+    if adapters:
+        unmerged, alpha, base = _adapters_alone(run, model, trust)
+        refuse_unwritable_adapters(config, unmerged.targets)
+        write_adapters(out, config, unmerged.read(), alpha=alpha, dtype=dtype, base=base)
+        return out
     tokenizer, texts, lacking = model.tokenizer, {}, model.lacking
     if tokenizer is not None:
         texts = tokenizer_files(tokenizer.vocabulary, run)
@@ -81,20 +83,18 @@ def export(
     return out
 
 
-def _export_adapters(run: Path, out: Path, model: Loaded, dtype: Any, trust: Trust) -> None:
-    config = require_decoder(model.config, str(run))
+def _adapters_alone(run: Path, model: Loaded, trust: Trust) -> tuple[LoadedAdapters, float, str]:
+    """Returns a run's adapters, their alpha, and the folder of their base model. Raises ValueError
+    where they alone are not what the run trained."""
     tuning = stored_field(run, "fine_tuning", trust=trust)
     if model.adapters is None:
         raise ValueError(f"{run} trained no adapters (fine_tuning.lora); export its weights")
     if more := _beside_adapters(tuning, model):
         merged = "export the weights with adapters merged"
         raise ValueError(f"{run}: its adapters alone are another model, {more}; {merged}")
-    refuse_unwritable(out, config, model.precision.params if dtype is None else dtype)
-    refuse_unwritable_adapters(config, model.adapters.targets)
     folder = Path(tuning.start.folder)
     base = str(folder.resolve() if folder.is_dir() else folder)
-    leaves = model.adapters.read()
-    write_adapters(out, config, leaves, alpha=tuning.lora.alpha, dtype=dtype, base=base)
+    return model.adapters, tuning.lora.alpha, base
 
 
 def _beside_adapters(tuning: FineTuning, model: Loaded) -> str:
