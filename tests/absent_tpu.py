@@ -30,14 +30,17 @@ tpu = pytest.mark.skipif(
 no_cache = pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache entry")
 
 
-def for_tpu(monkeypatch, mesh_file: str, topology: str, axis: str, function, *shapes, out: P):
+def for_tpu(
+    monkeypatch, mesh_file: str, topology: str, axis: str, function, *shapes, out: P, check_vma=True
+):
     """`function` compiled for a slice of four such chips on one mesh axis, its arrays bf16: the
     program's text."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     spec = replace(load_mesh(mesh_file), devices=4, topology=topology, axes=((axis, 4),))
     mesh = absent_mesh(spec)
-    run = jax.shard_map(function, mesh=mesh, in_specs=tuple(s for _, s in shapes), out_specs=out)
+    specs = tuple(split for _, split in shapes)
+    run = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, split))
         for shape, split in shapes

@@ -23,6 +23,7 @@ from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.rows import Padded
 from jaxtrain.compression.reducer import ExactReducer
 from jaxtrain.context.choice import Method
 from jaxtrain.context.methods import GatheredKeys, RingAttention, TwoLevel, Ulysses
@@ -108,20 +109,22 @@ class Mode(NamedTuple):
     collectives: Collectives | None
     reducer: ExactReducer = Lax()
     reduce_layers: bool = False
+    expert_chunk: int | None = None
 
 
 def _explicit(algorithm: Lax | Ring | Recursive, reducer: ExactReducer) -> Mode:
-    return Mode("explicit", Collectives(algorithm, algorithm), reducer)
+    return Mode("explicit", Collectives(algorithm, algorithm, None, Padded(algorithm)), reducer)
 
 
 MODES: dict[str, Mode] = {
     "explicit": _explicit(Lax(), Lax()),
     # Weights' gradients are scattered within the products that compute them, too.
-    "explicit, ring": Mode("explicit", Collectives(Ring(), Ring(), Ring()), Ring()),
+    "explicit, ring": Mode("explicit", Collectives(Ring(), Ring(), Ring(), Padded(Ring())), Ring()),
     "explicit, ring looped, layer by layer": _explicit(
         Ring(1, unroll=False), Ring(1, unroll=False)
     )._replace(reduce_layers=True),
-    "explicit, recursive": _explicit(Recursive(), Recursive()),
+    # Rows of experts travel beside products of other chunks.
+    "explicit, recursive": _explicit(Recursive(), Recursive())._replace(expert_chunk=16),
     "explicit, hierarchical sums": _explicit(Lax(), Hierarchical(slow=Ring(), fast=Lax())),
     "gspmd": Mode("gspmd", None),
 }
@@ -375,5 +378,7 @@ def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
             reduce_layers=mode.reduce_layers,
             pipeline=PIPELINES[layout.pipeline],
             context=CONTEXTS[layout.context] or (e.execution.context if explicit else None),
+            # In 8 bits each chunk would have its own scale, which is refused.
+            expert_chunk=None if layout.narrow else mode.expert_chunk,
         ),
     )

@@ -28,7 +28,8 @@ class Collectives:
       by `fsdp`, once all of a layer are made. A `Ring` here is a collective matmul where a product
       makes the gradient, each hop behind a tile of it; the others go by it once they are made.
     experts: rows of tokens to the devices of their experts and back: `Padded()`, or `Ragged()` for
-      no more than there are, on GPUs and TPUs.
+      no more than there are, on GPUs and TPUs. Permutes, as of `Padded(Ring())`, are tied to
+      products of the chunks before and after (`Execution.expert_chunk`).
 
     Raises ValueError for a field that holds no algorithm.
     """

@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.collectives.algorithm import Algorithm, all_to_all
 from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.collectives.recursive import Recursive
+from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
 
 
@@ -38,6 +40,11 @@ class RowExchange(Protocol):
     def packed(self) -> bool:
         """True if a device's rows are contiguous before they are sent. Else the rows for each other
         device begin at a multiple of `room`, as `there` leaves them."""
+        ...
+
+    @property
+    def permutes(self) -> bool:
+        """True if rows travel by single permutes, which can be tied to products."""
         ...
 
     def there(
@@ -64,6 +71,10 @@ class Padded:
     by: Algorithm = Lax()  # noqa: RUF009 (frozen)
 
     @property
+    def permutes(self) -> bool:
+        return isinstance(self.by, Recursive) or (isinstance(self.by, Ring) and self.by.unroll)
+
+    @property
     def packed(self) -> bool:
         return False
 
@@ -86,6 +97,10 @@ class Ragged:
     @property
     def packed(self) -> bool:
         return True
+
+    @property
+    def permutes(self) -> bool:
+        return False
 
     def there(
         self, rows: Float[Array, "sent embed"], parts: Parts, room: int, axes: MeshAxes

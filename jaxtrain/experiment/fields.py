@@ -162,7 +162,8 @@ class Execution:
     context: a method of `jaxtrain.context` for attention over rows that a mesh's `context` axis
       splits, in the explicit step; None is the one that suits mesh and heads.
     expert_chunk: tokens of a device that go to their experts at one time, None for all of them.
-      Less memory for sent rows, which are recomputed in the backward pass.
+      Less memory for sent rows, which are sent again in the backward pass. With `Padded(Ring())`
+      rows of a chunk travel during products of the chunks before and after.
     health: checks of what devices compute and store, and the reaction to spikes of the loss, which
       changes what is learned; a resumed run may change it.
     """

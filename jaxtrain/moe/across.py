@@ -8,6 +8,7 @@ many rows of each expert come travels beside them. What the experts give comes b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -15,11 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.rows import Parts
-from jaxtrain.collectives.vary import vary
-from jaxtrain.moe.rows import Plan, combine, places_of
+from jaxtrain.collectives.rows import Parts, RowExchange
+from jaxtrain.collectives.vary import MeshAxes, vary
+from jaxtrain.moe.rows import Plan, combine, dispatch, places_of
 
 
 class Sends(NamedTuple):
@@ -32,12 +32,47 @@ class Sends(NamedTuple):
     begins: Int[Array, " devices"]
 
 
-class Received(NamedTuple):
-    """rows, `room` places for those of each device, of which `sizes` are taken by each expert's."""
+class Trip(NamedTuple):
+    """plan: of the rows that a device sends. sizes: rows that come from each device for each expert
+    of this one. parts: what is exchanged with each device."""
 
-    rows: Float[Array, "rows embed"]
+    plan: Plan
     sizes: Int[Array, "devices experts"]
     parts: Parts
+
+
+@dataclass(frozen=True)
+class Route:
+    """How rows reach experts on other devices of mesh axes `axes`, and come back.
+
+    experts: number of them on all devices. room: places for the rows of each pair of devices.
+    """
+
+    axes: MeshAxes
+    experts: int
+    room: int
+    rows: RowExchange
+
+    def plan(self, chosen: Int[Array, "tokens k"]) -> Trip:
+        """Plans the trip of tokens to their experts. Sends each device the number of rows that each
+        of its experts gets."""
+        devices, packed = lax.axis_size(self.axes), self.rows.packed
+        sends = plan_sends(chosen, self.experts, devices, self.room, packed=packed)
+        counts = vary(jnp.concatenate([sends.sizes, sends.begins[:, None]], axis=1), self.axes)
+        received = lax.stop_gradient(Lax().all_to_all(counts, self.axes, 0, 0))
+        sizes, begin_there = received[:, :-1], received[:, -1]
+        parts = Parts(jnp.sum(sends.sizes, 1), sends.begins, jnp.sum(sizes, 1), begin_there)
+        return Trip(sends.plan, sizes, parts)
+
+    def there(self, x: Float[Array, "tokens embed"], trip: Trip) -> Float[Array, "rows embed"]:
+        """Sends tokens to their experts; returns the rows that this device receives, `room` places
+        for those of each device."""
+        return self.rows.there(dispatch(x, trip.plan), trip.parts, self.room, self.axes)
+
+    def back(self, out: Float[Array, "rows embed"], trip: Trip) -> Float[Array, "tokens k embed"]:
+        """Sends the experts' outputs back; returns those of each token's choices."""
+        sent = len(trip.plan.slots)
+        return combine(self.rows.back(out, trip.parts, sent, self.axes), trip.plan)
 
 
 def plan_sends(
@@ -66,25 +101,6 @@ def experts_of_rows(sizes: Int[Array, "devices experts"], room: int) -> Int[Arra
     ends = jnp.cumsum(sizes, axis=1)
     numbers = jnp.sum(jnp.arange(room)[None, :, None] >= ends[:, None, :], axis=-1)
     return numbers.reshape(-1, 1)
-
-
-def send(rows: Float[Array, "sent embed"], sends: Sends, room: int, exchange: Exchange) -> Received:
-    """Sends rows to the devices of their experts; returns those that this device receives."""
-    axes = exchange.experts
-    counts = vary(jnp.concatenate([sends.sizes, sends.begins[:, None]], axis=1), axes)
-    received = lax.stop_gradient(Lax().all_to_all(counts, axes, 0, 0))
-    sizes, begin_there = received[:, :-1], received[:, -1]
-    parts = Parts(jnp.sum(sends.sizes, 1), sends.begins, jnp.sum(sizes, 1), begin_there)
-    return Received(exchange.rows.there(rows, parts, room, axes), sizes, parts)
-
-
-def bring_back(
-    out: Float[Array, "rows embed"], sends: Sends, received: Received, exchange: Exchange
-) -> Float[Array, "tokens k embed"]:
-    """Sends the experts' outputs back; returns those of each token's choices."""
-    sent = len(sends.plan.slots)
-    back = exchange.rows.back(out, received.parts, sent, exchange.experts)
-    return combine(back, sends.plan)
 
 
 def pinned(x: jax.Array, dependency: jax.Array | None) -> jax.Array:

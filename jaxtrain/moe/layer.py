@@ -22,15 +22,10 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxtrain.collectives.exchange import ALONE, Exchange
 from jaxtrain.collectives.vary import MeshAxes, varying_axes
-from jaxtrain.moe.across import (
-    bring_back,
-    experts_of_rows,
-    pinned,
-    plan_sends,
-    send,
-)
+from jaxtrain.moe.across import Route, Trip, experts_of_rows, pinned
 from jaxtrain.moe.adapters import Pair, Pairs, products_with_changes, with_changes
 from jaxtrain.moe.grouped import Asked, GroupedMatmul, Owners
+from jaxtrain.moe.interleaved import Interleaved
 from jaxtrain.moe.kernels import PlatformGroupedMatmul, settled
 from jaxtrain.moe.narrow import Matrices, grouped_matmuls, with_own_scales
 from jaxtrain.moe.replay import replayed
@@ -147,7 +142,12 @@ class ExpertLayer:
         # Added up over chunks in fp32.
         wide = _cast(leaves, jnp.float32)
         cut = lambda a: a.reshape(count, -1, *a.shape[1:])  # noqa: E731
-        parts, done = zip(*map(cut, (x, *routed)), strict=True), []
+        x, shares, chosen = map(cut, (x, *routed))
+        if _devices(exchange) > 1 and exchange.flops_per_byte is not None:
+            chunks = self._interleaved(x.shape[1], wide, exchange, exchange.flops_per_byte)
+            routed_by = dict(bias=None, tally=None, replay=None, router_adapter=None)
+            return chunks(x, shares, chosen, wide._replace(**routed_by)).reshape(-1, x.shape[-1])
+        parts, done = zip(x, shares, chosen, strict=True), []
         run_chunk = jax.checkpoint(partial(self._chunk, exchange=exchange))
         for part, *choice in parts:
             tokens = pinned(part, done[-1] if done else None)
@@ -185,20 +185,36 @@ class ExpertLayer:
         exchange: Exchange,
     ) -> Float[Array, "tokens {self.per_token} embed"]:
         """Returns the outputs of each token's experts, on any device."""
-        experts, k = leaves.router.shape[1], self.per_token
-        devices = lax.axis_size(exchange.experts) if exchange.experts else 1
-        group, limit = (None, None) if self.capacity is None else self.capacity.of_group(experts, k)
-        room = sent_rows(len(x), k, experts, devices, group, limit)
-        if devices == 1:
-            return self._through(x, routed.chosen, leaves, room)
+        route = self._route(len(x), leaves, exchange)
+        if _devices(exchange) == 1:
+            return self._through(x, routed.chosen, leaves, route.room)
         weights = tuple(with_own_scales(w, exchange.experts) for w in leaves.weights)
         leaves = leaves._replace(weights=weights)
-        packed = exchange.rows.packed
-        sends = plan_sends(routed.chosen, experts, devices, room, packed=packed)
-        received = send(dispatch(x, sends.plan), sends, room, exchange)
-        numbers = experts_of_rows(received.sizes, room)
-        out = self._through(received.rows, numbers, leaves, len(received.rows))
-        return bring_back(out[:, 0], sends, received, exchange)
+        trip = route.plan(routed.chosen)
+        return route.back(self._received(route.there(x, trip), trip, leaves), trip)
+
+    def _route(self, tokens: int, leaves: ExpertLeaves, exchange: Exchange) -> Route:
+        """Returns the route of so many tokens of a device."""
+        experts, k = leaves.router.shape[1], self.per_token
+        group, limit = (None, None) if self.capacity is None else self.capacity.of_group(experts, k)
+        room = sent_rows(tokens, k, experts, _devices(exchange), group, limit)
+        return Route(exchange.experts, experts, room, exchange.rows)
+
+    def _received(
+        self, rows: Float[Array, "rows embed"], trip: Trip, leaves: ExpertLeaves
+    ) -> Float[Array, "rows embed"]:
+        """Rows that came from all devices, each through its expert."""
+        numbers = experts_of_rows(trip.sizes, len(rows) // len(trip.sizes))
+        return self._through(rows, numbers, leaves, len(rows))[:, 0]
+
+    def _interleaved(
+        self, tokens: int, leaves: ExpertLeaves, exchange: Exchange, flops_per_byte: float
+    ) -> Interleaved:
+        """Chunks of so many tokens, of which some travel while others are multiplied."""
+        route = self._route(tokens, leaves, exchange)
+        multiply = lambda rows, trip, leaves: self._received(rows, trip, _cast(leaves, rows.dtype))  # noqa: E731
+        shared = lambda x, leaves: self.shared(x, _cast(leaves, x.dtype))  # noqa: E731
+        return Interleaved(route, multiply, shared if leaves.shared else None, flops_per_byte)
 
     def _through(
         self,
@@ -293,6 +309,11 @@ class ExpertLayer:
     def _activated(self, hidden: Sequence[jax.Array]) -> jax.Array:
         h = self.activation(hidden[0])
         return h * hidden[1] if len(hidden) > 1 else h
+
+
+def _devices(exchange: Exchange) -> int:
+    """Number of devices among which experts are split."""
+    return lax.axis_size(exchange.experts) if exchange.experts else 1
 
 
 def _cast(leaves: ExpertLeaves, dtype: DTypeLike) -> ExpertLeaves:

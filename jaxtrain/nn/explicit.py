@@ -69,7 +69,8 @@ class Explicit(Local):
     counted: frozenset[str] = frozenset()
     """Full names of leaves whose gradients are token counts, sent in their own dtype."""
     flops_per_byte: float = 0.0
-    """FLOPs of a device while its link carries one byte of weights; 0 if unknown."""
+    flops_per_byte_of_rows: float = 0.0
+    """FLOPs of a device while its link carries one byte of weights, of rows; 0 if unknown."""
     gather_weights: bool = True
     """False: parameters were gathered outside the differentiated function (once a step)."""
     context: Any = None
@@ -144,8 +145,7 @@ class Explicit(Local):
         return replace(super().ways(), maxima=maxima, tensor=stream, by=self.collectives.tensor)
 
     def ways_of_experts(self) -> Ways:
-        ways = self.ways()
-        apart = self.roles.experts
+        ways, apart = self.ways(), self.roles.experts
         return replace(ways, maxima=tuple(axis for axis in ways.maxima if axis not in apart))
 
     def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
@@ -257,7 +257,8 @@ class Explicit(Local):
         first = jnp.float32(index_in(self.roles.mlp) == 0) if self.roles.mlp else 1.0
         tokens = tuple(axis for axis in self.axes if axis in TOKEN_AXES)
         rows, chunk = self.collectives.experts, self.expert_chunk
-        return Exchange(tokens, first, self.roles.experts, rows, chunk)
+        tied = self.flops_per_byte_of_rows if rows.permutes else None
+        return Exchange(tokens, first, self.roles.experts, rows, chunk, tied)
 
     def tokens(self, per_token: jax.Array) -> jax.Array:
         share = per_token.shape[0] // ways(self.roles.stream, self.sizes)

@@ -29,10 +29,11 @@ from jaxtrain.moe.grouped import block_count, block_rows
 from jaxtrain.moe.megablox import Megablox
 from jaxtrain.moe.triton_blocks import TritonBlocks
 from jaxtrain.operations.attention import AttentionCall
-from jaxtrain.operations.block import attention_of, mixture_of
+from jaxtrain.operations.block import attention_of, mixture_of, mixtures
 from jaxtrain.operations.experts import ExpertCall
 from jaxtrain.operations.operation import Operation
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
+from jaxtrain.planner.backward_work import outputs_again
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import asked_of, calls, expert_chunks, kernel_of, local_rows
 
@@ -68,7 +69,7 @@ def asked_flops(assembly: Assembly) -> float | None:
         if operation_flops is None:
             return None
         total += operation_flops / tensor
-    return e.microbatches * total
+    return e.microbatches * (total + _for_outputs(assembly) / tensor)
 
 
 def opaque_flops(assembly: Assembly) -> float:
@@ -161,15 +162,31 @@ def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
 
 
 def _mixture_flops(assembly: Assembly, call: ExpertCall) -> float | None:
-    kernel, hidden = kernel_of(assembly, call), ways(assembly.roles.mlp, assembly.sizes)
-    if not isinstance(kernel, (BlockLoop, *OPAQUE)):
+    if not isinstance(kernel_of(assembly, call), (BlockLoop, *OPAQUE)):
         return None
+    again = assembly.loop.remat != "none" or expert_chunks(assembly, call) > 1
+    return _mixture_forward(assembly, call) * (3 + again)
+
+
+def _for_outputs(assembly: Assembly) -> float:
+    """FLOPs of mixtures in chunks, run once more for outputs that the remat policy reads."""
+    model, total = assembly.described, 0.0
+    alone = (*model.before.values(), *model.after.values())
+    for body, turns in [((block,), 1) for block in alone] + [(model.period, model.periods)]:
+        in_body = [call for block in body for call in mixtures(block)]
+        for call, again in zip(in_body, outputs_again(body, assembly.loop.remat), strict=True):
+            if again and expert_chunks(assembly, call) > 1:
+                total += turns * _mixture_forward(assembly, call)
+    return total
+
+
+def _mixture_forward(assembly: Assembly, call: ExpertCall) -> float:
+    kernel, hidden = kernel_of(assembly, call), ways(assembly.roles.mlp, assembly.sizes)
     visible = 0.0 if isinstance(kernel, OPAQUE) else _expert_flops(assembly, call)
-    passes = 3 + (assembly.loop.remat != "none" or expert_chunks(assembly, call) > 1)
     replicated = [call.router, *(w for w in call.shared if w.columns == 1)]
     split_size = sum(w.size for w in call.shared if w.columns > 1)
     size = sum(w.size for w in replicated) * hidden + split_size
-    return (visible + 2 * math.prod(local_rows(assembly)) * size) * passes
+    return visible + 2 * math.prod(local_rows(assembly)) * size
 
 
 def _expert_flops(assembly: Assembly, call: ExpertCall) -> float:

@@ -27,7 +27,8 @@ class BackwardWork(NamedTuple):
     weights: True if any matrix is read. recomputed: numbers in the chain of recomputed values.
     maxima: in 8 bits, for each product of how many gradients the maximum magnitudes are taken
       together. maxima_again: the same of recomputed inputs.
-    exchanges: of mixtures that are differentiated, and whether by their input.
+    exchanges: of mixtures that are differentiated, and whether by their input. outputs_again: of
+      mixtures whose outputs recomputed values are made from.
     """
 
     gradients: tuple[Communication, ...] = ()
@@ -39,6 +40,7 @@ class BackwardWork(NamedTuple):
     maxima: tuple[Tensors, ...] = ()
     maxima_again: tuple[Tensors, ...] = ()
     exchanges: tuple[tuple[ExpertExchange, bool], ...] = ()
+    outputs_again: tuple[ExpertExchange, ...] = ()
 
 
 def works(facts: StepFacts) -> dict[str, list[tuple[BackwardWork, int]]]:
@@ -84,6 +86,7 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
     nodes = chain(tuple(facts.model.blocks[path] for path in paths), facts.narrow)
     # For each value: does a gradient flow down to it? read: the values that gradients read.
     flows, read = [below], set[int]()
+    read_by_others = set[int]()
     gradients: list[Communication] = []
     leaf_gradients: list[Communication] = []
     maxima: list[Tensors] = []
@@ -94,7 +97,8 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         flow = any(flows[source] for source in node.inputs)
         own = _trains(facts, path, node.leaves, ("", ADAPTER_A, ADAPTER_B))
         flows.append(flow or own)
-        read |= {*(node.input_reads if flow else ()), *(node.leaf_reads if own else ())}
+        reads = {*(node.input_reads if flow else ()), *(node.leaf_reads if own else ())}
+        read, read_by_others = read | reads, read_by_others | reads - {number}
         gradients += [node.input_collective] if flow and node.input_collective is not None else []
         leaf_gradients += [node.leaf_collective] if own and node.leaf_collective is not None else []
         maxima += node.scales.gradients if flow or own else ()
@@ -106,6 +110,7 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         weights |= bool(node.products) and (flow or own_matrices)
     again = sorted(made_again(nodes, read, facts.loop.remat))
     products_again = [n for n in again if _for_weights(nodes, n)]
+    outputs = collectives_of(nodes, sorted(made_again(nodes, read_by_others, facts.loop.remat)))
     return BackwardWork(
         tuple(gradients),
         tuple(leaf_gradients),
@@ -116,6 +121,7 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         tuple(maxima),
         tuple(tensors for n in again for tensors in nodes[n].scales.inputs),
         tuple(exchanges),
+        tuple(output for output in outputs if isinstance(output, ExpertExchange)),
     )
 
 
@@ -145,6 +151,14 @@ def made_again(nodes: Sequence[Node], read: Iterable[int], remat: str) -> set[in
             recomputed.add(number)
             pending += node.inputs
     return recomputed
+
+
+def outputs_again(blocks: tuple[Block, ...], remat: str) -> list[bool]:
+    """Returns for each mixture of a body whether recomputed values are made from its outputs."""
+    nodes = chain(blocks)
+    reads = [{*node.input_reads, *node.leaf_reads} - {n} for n, node in enumerate(nodes)]
+    again = made_again(nodes, set[int]().union(*reads), remat)
+    return [number in again for number, node in enumerate(nodes) if node.exchange is not None]
 
 
 def needed_for_saved(

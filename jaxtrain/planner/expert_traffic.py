@@ -22,12 +22,17 @@ def forward(
         yield from _forward(facts, exchange, why)
 
 
-def again(facts: StepFacts, collectives: Iterable[Communication]) -> Iterator[Sent]:
-    """Yields the collectives of mixtures that a remat policy repeats. Nothing for chunks, which are
-    recomputed whatever the policy."""
+def again(
+    facts: StepFacts, collectives: Iterable[Communication], outputs: Iterable[ExpertExchange]
+) -> Iterator[Sent]:
+    """Yields the collectives of mixtures that a remat policy repeats. For chunks, which are
+    recomputed whatever the policy, those whose outputs it reads: outputs."""
     for exchange in _exchanges(collectives):
         if _chunks(facts, exchange) == 1:
             yield from _forward(facts, exchange, ", again")
+    for exchange in outputs:
+        if _chunks(facts, exchange) > 1:
+            yield from _forward(facts, exchange, ", for the policy")
 
 
 def backward(facts: StepFacts, exchange: ExpertExchange, *, flow: bool) -> Iterator[Sent]:

@@ -123,7 +123,7 @@ def backward(facts: StepFacts, roles: Roles, work: BackwardWork) -> Iterator[Sen
     yield from _forward(facts, roles, (*work.products_again, *work.again), ", again")
     for exchange, flow in work.exchanges:
         yield from experts.backward(facts, exchange, flow=flow)
-    yield from experts.again(facts, work.again)
+    yield from experts.again(facts, work.again, work.outputs_again)
 
 
 def _by_kind(collectives: Iterable[Communication]) -> tuple[list[Gather], list[Scatter], list[Sum]]:

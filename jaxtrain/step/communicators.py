@@ -38,6 +38,9 @@ def explicit_communicator(assembly: Assembly, reduction: Reduction | None = None
         reduce_dtype=assembly.experiment.precision.reduce,
         collectives=assembly.collectives,
         flops_per_byte=_flops_per_byte_of_weights(assembly),
+        flops_per_byte_of_rows=flops_per_byte(
+            assembly.roles.experts, assembly.spec, assembly.product_flops
+        ),
     )
     if reduction is not None and reduction.layers:
         return _SummedByLayer(**fields, reduction=reduction)

@@ -14,10 +14,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.choice import Collectives
+from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
+from jaxtrain.collectives.rows import Padded, Ragged
 from jaxtrain.collectives.vary import vary
-from jaxtrain.mesh.roles import roles_of
+from jaxtrain.mesh.roles import Roles, roles_of
 from jaxtrain.mesh.sharding import fsdp, place, tensor
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
@@ -301,6 +303,32 @@ def test_local_leaves_everything_as_it_is():
     )
     assert all(y is x for y in same)
     np.testing.assert_array_equal(comm.embed(params["table"], ids), params["table"][ids])
+
+
+@pytest.mark.parametrize(
+    ("rows", "tied"),
+    [(Padded(), None), (Ragged(), None), (Padded(Ring()), 7.0), (Padded(Recursive()), 7.0)],
+)
+def test_permutes_of_rows_are_tied_to_products_of_experts(rows, tied) -> None:
+    collectives = Collectives(fsdp=Recursive(), tensor=Lax(), experts=rows)
+    comm = Explicit(
+        sizes={"expert": 2},
+        places={},
+        roles=Roles(experts=("expert",)),
+        flops_per_byte=5.0,
+        flops_per_byte_of_rows=7.0,
+        collectives=collectives,
+        expert_chunk=5,
+    )
+    exchanges = []
+
+    def layer(x, leaves, facts, exchange):
+        exchanges.append(exchange)
+        return x
+
+    comm.experts(layer, jnp.zeros(3), None, None)
+    (taken,) = exchanges
+    assert (taken.rows, taken.chunk, taken.flops_per_byte) == (rows, 5, tied)
 
 
 def test_attend_is_split_over_rows_and_heads(mesh):

@@ -126,6 +126,12 @@ CASES = [
         chunk=8,
         mixture=BALANCED,
     ),
+    # The block after the mixture is computed again from the mixture's outputs.
+    pytest.param(
+        Layout(APART, "explicit, recursive", loop=FULL),
+        {"chunk": 16, "layers": 2, "period": (1, 0)},
+        id="apart, in chunks, before a dense block",
+    ),
     slow("apart, nothing saved, balanced", Layout(APART, loop=FULL), mixture=BALANCED),
     slow("apart, in chunks", Layout(APART, loop=DOTS), chunk=8),
     slow(
@@ -192,6 +198,18 @@ def test_experts_move_the_tokens_of_a_dense_layer_whatever_their_number(loop: st
         return [each for each in sent if each.axes == ("tensor",)]
 
     assert of_tokens(1) == of_tokens(0) != []
+
+
+@pytest.mark.parametrize(
+    ("chunk", "period", "again"), [(None, (1, 0), False), (16, (1, 0), True), (16, (0, 1), False)]
+)
+def test_a_mixture_in_chunks_runs_for_the_policy_where_its_outputs_are_read(
+    chunk: int | None, period: tuple[int, ...], again: bool
+) -> None:
+    """Without chunks it runs again for its own gradients, and that suffices."""
+    assembly = assembled(Layout(APART, loop=FULL), chunk=chunk, layers=2, period=period)
+    lines = {sent.why for sent in step_traffic(facts_of(assembly))}
+    assert any("for the policy" in line for line in lines) == again
 
 
 @pytest.mark.parametrize("mixture", [BALANCED, SWITCH], ids=["balanced", "Switch"])

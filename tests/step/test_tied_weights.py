@@ -120,6 +120,11 @@ def test_the_pace_is_that_of_the_links_that_weights_travel():
     assert in_8_bits.tied_flops_per_byte == pytest.approx(2 * per_byte)
     two = dict(devices=1024, axes=(("data", 2), ("fsdp", 64), ("tensor", 8)))
     assert communicator(replace(spec, **two)).tied_flops_per_byte == pytest.approx(per_byte)
+    # Rows of experts travel along `expert` alone, weights along none where they rest whole.
+    mixture = jaxtrain.load_experiment("experiments/mixtral_8x7b.py")
+    mixture = replace(mixture, sharding=jaxtrain.mesh.data_parallel())
+    apart = communicator(replace(spec, axes=(("data", 64), ("expert", 8))), mixture)
+    assert (apart.flops_per_byte, apart.flops_per_byte_of_rows) == (0.0, pytest.approx(per_byte))
     # Stages are on other hosts, and what `fsdp` splits within each is gathered there.
     hosts = replace(load_mesh("h100_64"), axes=(("stage", 2), ("data", 4), ("fsdp", 8)))
     nvlink = CHIPS["h100_sxm"].bf16_flops / (LINKS["nvlink4"].bandwidth_gbytes * 1e9)
