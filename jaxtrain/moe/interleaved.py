@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Float32, Int, PyTree
 
 from jaxtrain.collectives.vary import vary, varying_axes
 from jaxtrain.moe.across import Route, Trip, pinned
+from jaxtrain.moe.rows import weighed_sum
 from jaxtrain.overlap.alongside import Call, alongside
 
 Stacked = Float[Array, "chunks tokens embed"]
@@ -140,7 +141,7 @@ def _forward(
         return _Leaving(arrived.trip, chunks.multiply(arrived.rows, arrived.trip, leaves)), None
 
     def end(leaving: _Leaving, x: Any, shares: Any, chosen: Any) -> jax.Array:
-        return _weighed(route.back(leaving.out, leaving.trip), shares)
+        return weighed_sum(route.back(leaving.out, leaving.trip), shares)
 
     def shared(leaves: PyTree, x: Any, shares: Any, chosen: Any) -> tuple[jax.Array, None]:
         return chunks.through_shared(x, leaves), None
@@ -163,7 +164,7 @@ def _backward(
         rows = route.there(x, trip)
         # Linear in the choices' outputs and in what is sent back, so that any values serve there.
         outputs = jnp.broadcast_to(x[:, None], (*chosen.shape, x.shape[-1]))
-        (dchoices,) = _pull_back(lambda outputs: _weighed(outputs, shares), dy, outputs)
+        (dchoices,) = _pull_back(lambda outputs: weighed_sum(outputs, shares), dy, outputs)
         (gradients,) = _pull_back(lambda out: route.back(out, trip), dchoices, rows)
         return _Arrived(trip, rows, gradients)
 
@@ -177,7 +178,7 @@ def _backward(
         """Brings back the gradients of a chunk's tokens, and of their shares."""
         (dx,) = _pull_back(lambda x: route.there(x, leaving.trip), leaving.gradients, x)
         of_choices = route.back(leaving.out, leaving.trip)
-        return dx, _pull_back(lambda shares: _weighed(of_choices, shares), dy, shares)[0]
+        return dx, _pull_back(lambda shares: weighed_sum(of_choices, shares), dy, shares)[0]
 
     def shared(leaves: PyTree, x: Any, shares: Any, chosen: Any, dy: Any) -> tuple[Any, PyTree]:
         return _pull_back(chunks.through_shared, dy, x, leaves)
@@ -188,13 +189,6 @@ def _backward(
 
 
 _forward.defvjp(lambda chunks, *inputs: (_forward(chunks, *inputs), inputs), _backward)
-
-
-def _weighed(
-    of_choices: Float[Array, "tokens k embed"], shares: Float32[Array, "tokens k"]
-) -> Float[Array, "tokens embed"]:
-    summed = jnp.sum(of_choices.astype(jnp.float32) * shares[..., None], axis=1)
-    return summed.astype(of_choices.dtype)
 
 
 def _pull_back(function: Callable[..., Any], dy: Any, *arguments: Any) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from jaxtrain.moe.narrow import Matrices, grouped_matmuls, with_own_scales
 from jaxtrain.moe.replay import replayed
 from jaxtrain.moe.room import chunk_count, sent_rows
 from jaxtrain.moe.router import Balance, Capacity, Router, SoftmaxRouter
-from jaxtrain.moe.rows import combine, dispatch, plan_rows
+from jaxtrain.moe.rows import combine, dispatch, plan_rows, weighed_sum
 from jaxtrain.moe.tally import watched_logits
 from jaxtrain.quantization.products import QuantizedWeight
 
@@ -172,9 +172,7 @@ class ExpertLayer:
         exchange: Exchange = ALONE,
     ) -> Float[Array, "tokens embed"]:
         """A token's outputs added up by their shares, and what the shared expert gives it."""
-        of_choices = self.of_choices(x, routed, leaves, exchange)
-        out = jnp.sum(of_choices.astype(jnp.float32) * routed.shares[..., None], axis=1)
-        out = out.astype(x.dtype)
+        out = weighed_sum(self.of_choices(x, routed, leaves, exchange), routed.shares)
         return out + self.shared(x, leaves) if leaves.shared else out
 
     def of_choices(

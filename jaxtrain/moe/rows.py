@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxtrain.moe.grouped import block_count, block_rows
 
@@ -77,6 +77,14 @@ def dispatch(x: Float[Array, "tokens n"], plan: Plan) -> Float[Array, "rows n"]:
 def combine(rows: Float[Array, "rows n"], plan: Plan) -> Float[Array, "tokens k n"]:
     """Each token's k rows, zeros of those it has not."""
     return _take_rows(rows, plan.places)
+
+
+def weighed_sum(
+    of_choices: Float[Array, "tokens k n"], shares: Float32[Array, "tokens k"]
+) -> Float[Array, "tokens n"]:
+    """The sum of each token's k rows by their shares, in fp32; in the dtype of the rows."""
+    summed = jnp.sum(of_choices.astype(jnp.float32) * shares[..., None], axis=1)
+    return summed.astype(of_choices.dtype)
 
 
 def _take_rows(x: Float[Array, "m n"], numbers: Int[Array, "*rows"]) -> Float[Array, "*rows n"]:

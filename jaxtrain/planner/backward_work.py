@@ -84,9 +84,8 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
     """Returns the backward work of the blocks at these paths. below: the gradient of their input is
     needed."""
     nodes = chain(tuple(facts.model.blocks[path] for path in paths), facts.narrow)
-    # For each value: does a gradient flow down to it? read: the values that gradients read.
-    flows, read = [below], set[int]()
-    read_by_others = set[int]()
+    # For each value: does a gradient flow down to it, and which values do its gradients read?
+    flows, reads = [below], [set[int]()]
     gradients: list[Communication] = []
     leaf_gradients: list[Communication] = []
     maxima: list[Tensors] = []
@@ -97,8 +96,7 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         flow = any(flows[source] for source in node.inputs)
         own = _trains(facts, path, node.leaves, ("", ADAPTER_A, ADAPTER_B))
         flows.append(flow or own)
-        reads = {*(node.input_reads if flow else ()), *(node.leaf_reads if own else ())}
-        read, read_by_others = read | reads, read_by_others | reads - {number}
+        reads.append({*(node.input_reads if flow else ()), *(node.leaf_reads if own else ())})
         gradients += [node.input_collective] if flow and node.input_collective is not None else []
         leaf_gradients += [node.leaf_collective] if own and node.leaf_collective is not None else []
         maxima += node.scales.gradients if flow or own else ()
@@ -108,9 +106,9 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         own_matrices = own and number in node.leaf_reads
         own_matrices |= _trains(facts, path, (w.leaf for w, _ in node.products), (ADAPTER_A,))
         weights |= bool(node.products) and (flow or own_matrices)
-    again = sorted(made_again(nodes, read, facts.loop.remat))
+    again = sorted(made_again(nodes, set().union(*reads), facts.loop.remat))
     products_again = [n for n in again if _for_weights(nodes, n)]
-    outputs = collectives_of(nodes, sorted(made_again(nodes, read_by_others, facts.loop.remat)))
+    outputs = _outputs_again(nodes, reads, facts.loop.remat)
     return BackwardWork(
         tuple(gradients),
         tuple(leaf_gradients),
@@ -121,7 +119,7 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         tuple(maxima),
         tuple(tensors for n in again for tensors in nodes[n].scales.inputs),
         tuple(exchanges),
-        tuple(output for output in outputs if isinstance(output, ExpertExchange)),
+        tuple(exchange for exchange, again in outputs if again),
     )
 
 
@@ -154,11 +152,23 @@ def made_again(nodes: Sequence[Node], read: Iterable[int], remat: str) -> set[in
 
 
 def outputs_again(blocks: tuple[Block, ...], remat: str) -> list[bool]:
-    """Returns for each mixture of a body whether recomputed values are made from its outputs."""
+    """Returns for each mixture of a body, all of it trained, whether recomputed values are made
+    from its outputs."""
     nodes = chain(blocks)
-    reads = [{*node.input_reads, *node.leaf_reads} - {n} for n, node in enumerate(nodes)]
-    again = made_again(nodes, set[int]().union(*reads), remat)
-    return [number in again for number, node in enumerate(nodes) if node.exchange is not None]
+    reads = [{*node.input_reads, *node.leaf_reads} for node in nodes]
+    return [again for _, again in _outputs_again(nodes, reads, remat)]
+
+
+def _outputs_again(
+    nodes: Sequence[Node], reads: Sequence[set[int]], remat: str
+) -> list[tuple[ExpertExchange, bool]]:
+    """Returns each mixture's exchange, and whether recomputed values are made from its outputs. It
+    reads its own for its gradients, which is no reason. reads: the values that the gradients of
+    each node read."""
+    by_others = set().union(*(read - {number} for number, read in enumerate(reads)))
+    again = made_again(nodes, by_others, remat)
+    exchanges = ((number, node.exchange) for number, node in enumerate(nodes))
+    return [(exchange, number in again) for number, exchange in exchanges if exchange is not None]
 
 
 def needed_for_saved(
