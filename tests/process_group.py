@@ -18,7 +18,7 @@ Arguments = Callable[[int, int], Sequence[object]]
 
 def bare_environment(home: Path, *more_modules: Path) -> dict[str, str]:
     """An environment with nothing of ours in it but where the package and `more_modules` are, and
-    that programs are compiled cheaply, as in this process."""
+    that programs are compiled cheaply, as in this process, and once for all starts of a `home`."""
     cheap = "JAX_DISABLE_MOST_OPTIMIZATIONS"
     modules = ":".join(map(str, (ROOT, *more_modules)))
     return {
@@ -26,6 +26,16 @@ def bare_environment(home: Path, *more_modules: Path) -> dict[str, str]:
         "HOME": str(home),
         "PATH": os.environ["PATH"],
         cheap: os.environ[cheap],
+        **one_cache(home),
+    }
+
+
+def one_cache(home: Path) -> dict[str, str]:
+    """Variables by which processes that are started one after the other compile a program once."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(home / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 
@@ -63,12 +73,16 @@ def run(
     seconds: float = 900,
 ) -> list[str]:
     """As `start`, until all have ended well; what each has said."""
-    started = start(folder, processes, arguments, modules=modules)
+    return finish(start(folder, processes, arguments, modules=modules), seconds)
+
+
+def finish(started: Sequence[subprocess.Popen[str]], seconds: float = 900) -> list[str]:
+    """Waits until those that were started have ended well; returns what each has said."""
     try:
         said = [process.communicate(timeout=seconds)[0] for process in started]
     finally:
         for process in started:  # one that waits for a dead peer would wait for ever
             process.kill()
             process.communicate()
-    assert [process.returncode for process in started] == [0] * processes, "\n".join(said)
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
     return said

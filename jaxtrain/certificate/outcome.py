@@ -19,6 +19,8 @@ from jaxtrain.mesh.compiler_options import quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.optim.elementwise import SGD
+from jaxtrain.program.order import side_by_side
+from jaxtrain.program.text import program_text
 from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.session.rows import open_split
 from jaxtrain.session.session import initial_program
@@ -27,6 +29,7 @@ from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
 from jaxtrain.step.train_step import make_train_step
+from jaxtrain.violations import raise_violations
 
 STEPS = 5
 HostArrays = dict[str, np.ndarray]
@@ -62,7 +65,8 @@ class Program(Protocol):
 def program(experiment: Experiment, layout: Layout) -> Program:
     """Compiles STEPS steps of the experiment on the layout, and an evaluation; they are not yet
     run. Tokens of the evaluation use the experts of the last step's tokens, whatever their own
-    choice. Raises what assembling, tracing and compiling raise."""
+    choice. Raises what assembling, tracing and compiling raise, and ValueError if devices of a CPU
+    may mix up the collectives of a step."""
     e = experiment_on(experiment, layout)
     cache_dir = cache_directory()
     dataset = open_split(e, "train", cache_dir)
@@ -80,6 +84,8 @@ def program(experiment: Experiment, layout: Layout) -> Program:
         assembly.abstract, assembly.abstract_batch()
     )
     step = lowered.compile(compiler_options=options)
+    if mesh.devices.flat[0].platform == "cpu":  # right values would be luck
+        raise_violations(side_by_side(program_text(step)))
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     evaluate.compile(state_shardings, options)
     placed, rows = assembly.placed(dataset, mesh, e.microbatches), row_numbers(e.batch)

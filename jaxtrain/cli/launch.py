@@ -27,9 +27,9 @@ from jaxtrain.machines.agents import Agents
 from jaxtrain.machines.channel import read_address, read_key
 from jaxtrain.machines.layouts import MachineLayout, read_layouts
 from jaxtrain.machines.machine import LocalMachines, Machines, slots_of
-from jaxtrain.machines.roster import Roster
+from jaxtrain.machines.roster import REJOIN_S, Roster
 from jaxtrain.machines.workers import Tell
-from jaxtrain.violations import raise_violations
+from jaxtrain.violations import at_least, raise_violations
 
 WAIT_S, LISTEN = 300.0, "0.0.0.0:7000"
 
@@ -59,6 +59,11 @@ def add_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("--elastic", action="store_true", help=text)
     text = "seconds that missing machines are waited for; default 300"
     launch.add_argument("--wait", type=float, default=WAIT_S, help=text)
+    text = (
+        "seconds that a lost machine is waited for where the run can go on without it, and that "
+        "one must be back before the run takes it in again; default 10"
+    )
+    launch.add_argument("--rejoin", type=float, default=REJOIN_S, help=text)
     text = "the claim of a volume that all hosts write to; --k8s mounts it at the run directory"
     launch.add_argument("--claim", help=text)
     text = "how often all may be started again within --within seconds; default 10"
@@ -98,7 +103,13 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
             "launch starts a run again and again, and --fresh would begin it anew each time; give "
             "it another --name or --run-dir"
         )
-    raise_violations(_idle(options))
+    raise_violations(
+        [
+            *_idle(options),
+            *at_least("--wait", options.wait, 0),
+            *at_least("--rejoin", options.rejoin, 0),
+        ]
+    )
     if options.scheduler:
         return _submit(options, train, command)
     count = options.processes or options.machines or 0
@@ -123,7 +134,7 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
     layouts = _layouts(train, run_dir, count, elastic=options.elastic)
     with ExitStack() as stack:
         machines, folder = _machines(options, run_dir, tell, stack)
-        roster = Roster(machines, layouts, options.wait, tell)
+        roster = Roster(machines, layouts, options.wait, tell, options.rejoin)
         supervisor = Supervisor(command, roster, tell, run_dir, folder, deadlines, restarts, faults)
         code = FAILED
         try:
@@ -196,6 +207,7 @@ def _idle(options: argparse.Namespace) -> list[str]:
         "--listen": options.listen,
         "--elastic": options.elastic,
         "--wait": options.wait != WAIT_S,
+        "--rejoin": options.rejoin != REJOIN_S,
     }
     if not options.scheduler:
         scheduler_options = {f"--{name}": getattr(options, name) for name in CONTAINER}
@@ -209,6 +221,8 @@ def _idle(options: argparse.Namespace) -> list[str]:
             violations += [
                 f"{flag} is for --machines; leave it out" for flag, on in several.items() if on
             ]
+        elif several["--rejoin"] and not options.elastic:
+            violations.append("--rejoin is for --elastic; leave it out")
         return violations
     watched = {
         **several,

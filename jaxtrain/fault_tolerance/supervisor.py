@@ -23,6 +23,7 @@ from jaxtrain.cluster.exit_codes import (
 )
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import ProcessSample
+from jaxtrain.fault_tolerance.culprit import GRACE_S, await_culprit, ended_badly, first_to_fail
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable, missed
 from jaxtrain.fault_tolerance.ledger import NAME as LEDGER
@@ -44,9 +45,6 @@ LOOK_S = 0.5
 
 TOGETHER_S = 1.0
 """Signals within this many seconds count as one."""
-
-GRACE_S = 0.3
-"""Wait after the first exit: an earlier one may be noticed only now."""
 
 FAILURES = "failures.jsonl"
 """File in the run directory: a line of JSON for each failure."""
@@ -246,12 +244,12 @@ class Supervisor:
                 self.roster.forget_stays()
             self._pass_on()
             codes = [worker.code for worker in self.workers]
-            failed = any(map(_ended_badly, self.workers))
+            failed = any(map(ended_badly, self.workers))
             if failed and None in codes:
-                time.sleep(GRACE_S)
+                await_culprit(self.workers)
             if failed or None not in codes:
                 code = _together([w.code for w in self.workers if w.code is not None])
-                well = code == INTERRUPTED or not any(map(_ended_badly, self.workers))
+                well = code == INTERRUPTED or not any(map(ended_badly, self.workers))
                 return code if code is not None and well else self._ended(first=first)
             now = time.monotonic()
             if now - looked >= LOOK_S:
@@ -281,9 +279,8 @@ class Supervisor:
     def _ended(self, *, first: bool) -> int | Failure:
         """The failure of the process that failed first; or the exit code if it refused its input
         before its first step."""
-        bad = [w for w in self.workers if _ended_badly(w)]
-        # A process that ends because another was lost ends later, and JAX prints so.
-        worker = min(bad, key=lambda w: (w.lost_another, w.kind != "lost", w.ended_at))
+        bad = [w for w in self.workers if ended_badly(w)]
+        worker = first_to_fail(bad)
         sample, code = worker.sample(), worker.code or 0
         now, cause, process, kind = sample.now, worker.ending, worker.process, worker.kind
         if code == REFUSED and now.first < 0:
@@ -361,13 +358,6 @@ class Supervisor:
         del line["at"], line["still"]
         line["restarts"] = restarts
         self._records.add(FAILURES, line)
-
-
-def _ended_badly(worker: RunningProcess) -> bool:
-    """True for a bad exit code, or a good one before the run was done."""
-    if worker.code == DONE:
-        return worker.sample().now.phase != "exit"
-    return worker.code not in (None, PREEMPTED)
 
 
 def _together(codes: Sequence[int | None]) -> int | None:

@@ -17,12 +17,19 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, ProcessSample, SampleFile
 
 CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
-"""Output of XLA's CPU collectives, from threads that may break a line of ours."""
+"""Output of XLA's CPU collectives, from threads that may break a line of ours. Where one writes
+into another's line, the end of its own is left, an empty line."""
 
 Tell = Callable[[str], None]
 """Prints a line."""
 
-LOST = "Terminating process because the JAX distributed service detected fatal errors"
+LOST = re.compile(
+    "Terminating process because the JAX distributed service detected fatal errors"
+    r"|Gloo \S+ failed: .*(?:by peer|Broken pipe)"
+    r"|NCCL .*remote process exited"
+)
+"""What a process prints that ends because another was lost: JAX's service, or a collective of a CPU
+or a GPU whose connection to the other broke."""
 
 
 class Worker:
@@ -59,7 +66,7 @@ class Worker:
             self._reports.close_descriptor()
         self._reader: threading.Thread | None = None
         self.last_line, self.lost_another = "", False
-        """Its last output; True if JAX ended it because another process was lost."""
+        """Its last output; True if it said that another process was lost (`LOST`)."""
         self._began = time.monotonic()
         self.ended_at = math.inf
         """Monotonic time of its end, to find the first of several."""
@@ -97,12 +104,17 @@ class Worker:
 
         def lines() -> None:
             assert self._popen.stdout is not None
+            empty = 0
             with self._popen.stdout as output:
                 for line in output:
-                    if not CHATTER.search(line.rstrip()):
+                    if CHATTER.search(line.rstrip()):
+                        empty += max(line.count(b"[Gloo] Rank") - 1, 0)
+                    elif empty and not line.strip():
+                        empty -= 1
+                    else:
                         text = line.decode(errors="replace").rstrip()
                         self.last_line = text.strip() or self.last_line
-                        self.lost_another |= LOST in text
+                        self.lost_another |= LOST.search(text) is not None
                         tell(text)
 
         self._reader = threading.Thread(target=lines, name=f"output {self.process}", daemon=True)

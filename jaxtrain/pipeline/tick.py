@@ -256,6 +256,9 @@ class Tick:
                 )
             else:
                 y, saved = self.device.stage.forward_with_residuals(chunk, x, work)
+                # What `backward` sends first need not read what was made here: the weights of the
+                # last layer, where a loop fetches them ahead.
+                carry = carry.after_sending(saved)
         if self.run.buffers.late_head:
             assert y is not None, "a late head reads what B makes again"
             carry = self._leave(carry, row, y)

@@ -7,10 +7,14 @@ simulated devices enter different collectives (`collectives/order.py` adds these
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from jaxtrain.program.collectives import SENT
 from jaxtrain.program.text import Computation, Instruction, Module, calls, parse
+
+_HOLDERS = re.compile(r" (?:while|conditional|call|fusion|async-start)\(")
+_TALKERS = re.compile(rf"{_HOLDERS.pattern}| (?:{'|'.join(SENT)})(?:-start)?\(")
 
 
 def side_by_side(text: str, *, scheduled: bool = True) -> list[str]:
@@ -22,11 +26,13 @@ def side_by_side(text: str, *, scheduled: bool = True) -> list[str]:
     """
     module = parse(text)
     talking: dict[str, bool] = {}
+    # Most computations are fusions: they are not read.
+    bodies = [body for body in module.computations.values() if body.mentions(_HOLDERS)]
     return [
         f"{_named(later)} does not wait for {_named(earlier)}: XLA:CPU may run the collectives of "
         f"both at once, and devices then mix them up. Have what is sent second read what the first "
         f"makes (collectives.order.after)"
-        for body in module.computations.values()
+        for body in bodies
         for earlier, later in _unordered(module, body, talking, scheduled)
     ]
 
@@ -58,11 +64,11 @@ def _holds(module: Module, instruction: Instruction, talking: dict[str, bool]) -
 
 def _talks(module: Module, name: str, talking: dict[str, bool]) -> bool:
     if name not in talking:
-        instructions = module.computations[name].instructions.values()
-        talking[name] = any(
+        body = module.computations[name]
+        talking[name] = body.mentions(_TALKERS) and any(
             instruction.opcode.removesuffix("-start") in SENT
             or _holds(module, instruction, talking)
-            for instruction in instructions
+            for instruction in body.instructions.values()
         )
     return talking[name]
 

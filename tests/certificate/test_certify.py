@@ -22,6 +22,7 @@ from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import load_experiment
 from jaxtrain.mesh.compiler_options import KEEP_BARRIERS, quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
+from jaxtrain.pipeline import tick
 from jaxtrain.step.assembly import assemble
 from jaxtrain.transformer.small import seq_of
 
@@ -396,6 +397,17 @@ def test_programs_are_compiled_quickly(
     monkeypatch.setattr(jax.stages.Lowered, "compile", spy)
     certify.program(decoder, PLAIN)
     assert quick and asked == 3 * [{"xla_disable_hlo_passes": KEEP_BARRIERS, **quick}]
+
+
+def test_collectives_that_may_be_mixed_up_fail_a_layout(
+    decoder: jaxtrain.Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the values are: in stages whose sends do not wait for those before them."""
+    staged = Layout((("fsdp", 2), ("stage", 2)), loop="scanned, prefetch, remat full")
+    staged = staged._replace(pipeline="1F1B", microbatches=2, periods=6)
+    monkeypatch.setattr(tick, "after", lambda tree, done: tree)
+    with pytest.raises(ValueError, match=r"does not wait for .*devices then mix them up"):
+        certify.program(shrink(decoder, devices=4), staged)
 
 
 def test_a_certificate_that_is_left_compiles_no_more(made_up: Any) -> None:

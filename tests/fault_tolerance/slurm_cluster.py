@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -96,7 +96,8 @@ def cluster(folder: Path, nodes: str = ONE) -> Iterator[dict[str, str]]:
             out = (folder / f"{command[0]}.out").open("wb")
             with out:
                 started.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
-            time.sleep(1)
+            if command is munged:
+                _await_socket(folder / "munge.socket")
         _await(environ, folder, "idle" if nodes == ONE else "")
         yield environ
     finally:
@@ -109,14 +110,30 @@ def cluster(folder: Path, nodes: str = ONE) -> Iterator[dict[str, str]]:
                 process.wait()
 
 
+def ended(folder: Path, job: str) -> Callable[[], bool]:
+    """Returns a function that says whether the node has told the controller of the end of a job's
+    first start: of its script and of the processes that this began."""
+    log = folder / "slurmd.log"
+    said = [f"[{job}.{step}] done with job" for step in ("batch", "0")]
+    return lambda: log.exists() and all(line in log.read_text() for line in said)
+
+
+def _await_socket(path: Path) -> None:
+    for _ in range(600):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"there is no {path.name} after 30 s")
+
+
 def _await(environ: dict[str, str], folder: Path, state: str) -> None:
     """Until the controller says so of its nodes; it hides those that are in a cloud."""
-    for _ in range(60):
+    for _ in range(600):
         found = subprocess.run(
             ["sinfo", "-h", "-o", "%t"], env=environ, capture_output=True, text=True, check=False
         )
         if found.returncode == 0 and found.stdout.strip() == state:
             return
-        time.sleep(0.5)
+        time.sleep(0.1)
     logs = [path.read_text()[-1500:] for path in folder.glob("slurm*.log")]
     raise AssertionError("\n".join([found.stdout, found.stderr, *logs]))

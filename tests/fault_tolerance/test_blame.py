@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 from jaxtrain.cluster.exit_codes import FAILED
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import ProcessSample
+from jaxtrain.fault_tolerance import culprit
 from jaxtrain.fault_tolerance.restarts import Failure
 from jaxtrain.fault_tolerance.supervisor import Supervisor
 from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.machine import LocalMachines, slots_of
 from jaxtrain.machines.roster import Roster
-from jaxtrain.machines.workers import LOST, Worker, ending, kind_of
+from jaxtrain.machines.workers import Worker, ending, kind_of
 
 ABORTED = -6
 
@@ -71,22 +73,82 @@ def test_one_that_was_aborted_for_anothers_loss_is_not_blamed(name: str, tmp_pat
         assert failure.process == order.index(0)
 
 
+SAID = {
+    "Terminating process because the JAX distributed service detected fatal errors: peer 1": True,
+    "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: [a/pair.cc:538] Read error "
+    "[127.0.0.1]:31660: Connection reset by peer": True,
+    "XlaRuntimeError: UNKNOWN: Gloo AllGather failed: [a/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:4": True,
+    "Gloo all-reduce failed: [a/pair.cc:446] writev [127.0.0.1]:4: Broken pipe": True,
+    "INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a network "
+    "error. Last NCCL warning": True,
+    "F0000 Terminating": False,
+    "ConnectionResetError: [Errno 104] Connection reset by peer": False,
+    "Gloo all-reduce failed: sizes differ": False,
+}
+"""A line that a process prints -> whether it tells of the loss of another."""
+
+
+def heard(output: bytes) -> tuple[Worker, list[str]]:
+    """A worker that has printed `output`, and the lines that it passed on."""
+    worker, lines = object.__new__(Worker), list[str]()
+    worker.process, worker.last_line, worker.lost_another = 0, "", False
+    worker._popen = SimpleNamespace(stdout=io.BytesIO(output))  # type: ignore[assignment]
+    worker.read(lines.append)
+    assert worker._reader is not None
+    worker._reader.join(60)
+    return worker, lines
+
+
 @pytest.mark.parametrize("after", [b"", b"*** Check failure stack trace: ***\n@ 0x7f\n"])
-def test_a_worker_knows_that_it_was_aborted_whatever_it_printed_after(after: bytes) -> None:
+@pytest.mark.parametrize("said", SAID)
+def test_a_worker_knows_that_it_was_aborted_whatever_it_printed_after(
+    said: str, after: bytes
+) -> None:
     """And of lines of another kind alone it does not."""
-    for line, lost_another in (
-        (LOST.encode() + b": peer 1\n", True),
-        (b"F0000 Terminating\n", False),
-    ):
-        worker, lines = object.__new__(Worker), list[str]()
-        worker.process, worker.last_line, worker.lost_another = 0, "", False
-        output = io.BytesIO(b"step 3\nE0000 " + line + after)
-        worker._popen = SimpleNamespace(stdout=output)  # type: ignore[assignment]
-        worker.read(lines.append)
-        assert worker._reader is not None
-        worker._reader.join(60)
-        assert worker.lost_another is lost_another
-        assert len(lines) == 2 + len(after.splitlines())
+    worker, lines = heard(b"step 3\nE0000 " + said.encode() + b"\n" + after)
+    assert worker.lost_another is SAID[said]
+    assert len(lines) == 2 + len(after.splitlines())
+
+
+def test_what_collectives_of_a_cpu_print_is_not_passed_on() -> None:
+    """Nor the end of a line of theirs, which another one was written into; empty lines of the
+    process are."""
+    rank = b"[Gloo] Rank 0 is connected to 1 peer ranks. "
+    rank += b"Expected number of connected peer ranks is : 1"
+    output = rank + b"\n" + rank + rank + b"\nfirst\n\n\nsecond\n" + rank + b"\n\nthird\n"
+    lines = heard(output)[1]
+    assert lines == ["first", "", "second", "", "third"]
+
+
+class Ends:
+    """A process whose end is noticed at the `looks`th look."""
+
+    def __init__(self, looks: float, code: int, *, aborted: bool = False) -> None:
+        self.looks, self.ends, self.says, self.lost_another = looks, code, aborted, False
+
+    @property
+    def code(self) -> int | None:
+        self.looks -= 1
+        return self.ends if self.looks < 0 else None
+
+    def join(self) -> None:
+        """Its last lines are read now."""
+        self.lost_another = self.says
+
+
+def test_the_end_of_one_whose_loss_others_tell_of_is_waited_for(monkeypatch: Any) -> None:
+    monkeypatch.setattr(culprit, "GRACE_S", 0.0)
+    monkeypatch.setattr(culprit, "POLL_S", 0.0)
+    aborted, killed = Ends(0, FAILED, aborted=True), Ends(50, -9)
+    culprit.await_culprit([aborted, killed])
+    assert killed.code == -9
+    # Of one that failed by itself nobody is waited for, nor for ever.
+    crashed, runs = Ends(0, FAILED), Ends(50, -9)
+    culprit.await_culprit([aborted, crashed, runs])
+    assert runs.code is None
+    monkeypatch.setattr(culprit, "LONGEST_S", 0.1)
+    culprit.await_culprit([aborted, Ends(math.inf, -9)])
 
 
 def test_all_that_ended_by_the_same_signal_are_named(tmp_path: Path) -> None:

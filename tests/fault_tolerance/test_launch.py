@@ -14,6 +14,7 @@ import pytest
 from process_group import bare_environment
 
 from jaxtrain import cli
+from jaxtrain.cli import launch
 from jaxtrain.cluster.exit_codes import PREEMPTED
 from jaxtrain.cluster.join import free_port
 
@@ -218,6 +219,7 @@ def test_a_run_goes_on_without_a_machine_that_is_lost(folder: Path, undisturbed)
         for name in ("one", "two")
     ]
     flags = ["--machines=2", "--elastic", f"--listen=127.0.0.1:{port}", "--fault=lose@20:1"]
+    flags += ["--rejoin=1"]  # it is gone for good
     train = ["train", "experiment.py", "--mesh", "mesh.toml", "--run-dir", "fewer"]
     done = subprocess.run(
         [*own, "launch", *flags, "--", *train],
@@ -265,6 +267,9 @@ def test_wrong_rules_are_refused(capsys) -> None:
         (["--dry-run"], "--dry-run is for a scheduler"),
         (["--listen=a:1"], "--listen is for --machines"),
         (["--fault=lose@3"], "lose@3.step:0 is of a machine's agent; use --machines"),
+        (["--rejoin=3"], "--rejoin is for --machines"),
+        (["--wait=-1"], "--wait=-1.0 must be a finite number of 0 or more"),
+        (["--rejoin=nan"], "--rejoin=nan must be a finite number of 0 or more"),
     ):
         assert cli.main(["launch", "--processes=2", *flags, *train]) == cli.REFUSED
         assert said in capsys.readouterr().err
@@ -282,6 +287,27 @@ def test_a_launch_over_machines_wants_a_key_and_an_address(capsys, monkeypatch) 
         assert "use HOST:PORT, such as node0:7000" in capsys.readouterr().err
     assert cli.main(["launch", "--slurm", "--elastic", *train]) == cli.REFUSED
     assert "--elastic is for --processes and --machines" in capsys.readouterr().err
+
+
+def test_how_long_a_lost_machine_is_waited_for_is_said(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("JAXTRAIN_KEY", "0123456789abcdef")
+    train = ["--", "train", "e.py", "--mesh", "cpu_8"]
+    assert cli.main(["launch", "--machines=2", "--rejoin=30", *train]) == cli.REFUSED
+    assert "--rejoin is for --elastic" in capsys.readouterr().err
+    assert cli.main(["agent", "node0:7000", "--wait=nan"]) == cli.REFUSED
+    assert "--wait=nan must be a finite number" in capsys.readouterr().err
+    given = []
+
+    def roster(machines, layouts, wait_s, tell, rejoin_s):
+        given.append((wait_s, rejoin_s))
+        raise ValueError("enough is known")
+
+    monkeypatch.setattr(launch, "Roster", roster)
+    monkeypatch.setattr(launch, "_layouts", lambda *_, **__: {})
+    monkeypatch.setattr(launch, "_machines", lambda *_: (None, None))
+    for flags in ([], ["--elastic", "--rejoin=30", "--wait=7"]):
+        assert cli.main(["launch", "--machines=2", *flags, *train]) == cli.REFUSED
+    assert given == [(300, 10), (7, 30)]
 
 
 @pytest.mark.parametrize("how", [["--processes=2"], ["--slurm", "--dry-run"]])

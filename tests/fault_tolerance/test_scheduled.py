@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from process_group import ROOT
+from process_group import ROOT, one_cache
 from test_launch import EXPERIMENT, losses
 
 from jaxtrain.cluster.join import free_port
@@ -65,22 +65,22 @@ def test_slurm_runs_the_script_and_starts_it_again(folder: Path) -> None:
     marks.mkdir()
     with slurm_cluster.cluster(folder) as environ:
         given = {**environ, **faults_variable([read_fault("kill@20:1")], marks)}
-        given["PATH"] = f"{folder}/bin:{environ['PATH']}"
+        given |= {"PATH": f"{folder}/bin:{environ['PATH']}", **one_cache(folder)}
         ran = subprocess.run(
             ["sbatch", *on_one, "job"], cwd=folder, env=given, capture_output=True, text=True,
             check=False,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
         (number,) = re.findall(r"\d+", ran.stdout)
-        failed = pending = 0
+        failed = 0
+        first_is_over = slurm_cluster.ended(folder, number)
         for _ in range(LOOKS):
             show = ["scontrol", "show", "job", number]
             shown = subprocess.run(show, env=environ, capture_output=True, text=True, check=False)
             waits = "JobState=PENDING" in shown.stdout and "Restarts=1" in shown.stdout
-            pending = pending + 1 if waits else 0
-            if pending > 20:
-                # SLURM waits two minutes before it takes a job again; a test ten seconds, in which
-                # the end of the first start is heard of: else it is taken for that of the second.
+            if waits and first_is_over():
+                # SLURM waits two minutes before it takes a job again, in which it hears of the end
+                # of the first start; started before that, it takes it for the end of the second.
                 now = ["scontrol", "update", f"JobId={number}", "StartTime=now"]
                 subprocess.run(now, env=environ, check=False)
             # On its way back into the queue a job may be seen in a state that looks like its end.
@@ -127,7 +127,7 @@ def test_ray_runs_the_script_which_starts_both_again(folder: Path) -> None:
     shim.write_text(shim.read_text().replace("\n", f"\nexport {name}={shlex.quote(value)}\n", 1))
     assert RAY is not None
     path = f"{folder}/bin:{Path(RAY).parent}:{os.environ['PATH']}"
-    port, environ = free_port(), {**os.environ, "PATH": path}
+    port, environ = free_port(), {**os.environ, "PATH": path, **one_cache(folder)}
     nodes = subprocess.Popen(
         [RAY, str(Path(__file__).with_name("ray_cluster.py")), str(port)],
         env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -35,7 +35,7 @@ def programs(assembly: Any) -> tuple[list[Collective], list[Collective]]:
     before = lowered(assembly)
     compiled = before.compile(compiler_options=assembly.compiler_options or None)
     text = program_text(compiled)
-    assert not side_by_side(text)
+    assert not side_by_side(text), side_by_side(text)
     return lowered_collectives(before), collectives(text)
 
 

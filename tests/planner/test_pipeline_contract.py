@@ -110,6 +110,8 @@ CASES = [
         loop=LayerLoop(reshard_after_forward=False),
     ),
     case(CUBE, INTERLEAVED, slow=None, layers=12, loop=LayerLoop()),
+    case(SPLIT, ONE_F_ONE_B, slow=False, layers=6, microbatches=1, loop=LayerLoop()),
+    case(CUBE, keeping(ONE_F_ONE_B), slow=None, layers=6, loop=LayerLoop()),
     case(
         WIDE,
         GPIPE,
