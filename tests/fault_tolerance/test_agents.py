@@ -311,6 +311,7 @@ os._exit(3 if "--one" in sys.argv else 75)
     threading.Thread(
         target=lambda: (found.until("[0] begins 0"), found.agent("b")), daemon=True
     ).start()
+    found.until("machine a is here")
     assert found.run(ELASTIC, wait_s=1) == 75
     assert any("there are more machines" in each for each in found.told)
     assert found.told.count("[0] begins 1") == 1 and "[0] begins 2" not in found.told

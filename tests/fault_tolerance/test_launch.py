@@ -102,16 +102,17 @@ def undisturbed(folder: Path) -> dict[int, float]:
 
 SILENCE = ("--deadline-silence=6", "--deadline-step=7")
 FAULTS = {
-    "kill@10:1": ("killed", "step", 1),
+    "kill@18:1": ("killed", "step", 1),
     "hang@18.load:1": ("hangs", "load", 1),
     "stop@24.save:0": ("silent", "save", 0),
     "stop@29.callback:1": ("silent", "callback", 1),
     "corrupt@34:0": ("killed", "step", 0),
 }
 """Fault -> the kind of failure, the phase and the process that are to be named."""
-RESUMED = dict(zip(FAULTS, ({8}, {16}, {16, 24}, {24}, {24}), strict=True))
-"""From which save. One that was stopped is let go on for a moment, for its stacks: it may end a
-save. The one that was corrupted is passed over."""
+RESUMED = dict(zip(FAULTS, ({8, 16}, {8, 16}, {8, 16, 24}, {16, 24}, {16, 24}), strict=True))
+"""From which save: the last one, or the one before if that was not whole yet. One that was stopped
+is let go on for a moment, for its stacks: it may end a save. The one that was corrupted is passed
+over."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -140,8 +141,9 @@ def test_the_run_is_the_same_to_the_bit_whatever_fails(folder: Path, undisturbed
     for fault, each in zip(FAULTS, found, strict=True):
         assert each["step"] == int(re.findall(r"\d+", fault)[0]), fault
     resumed = [int(step) for step in re.findall(r"resuming at step (\d+)", said)]
-    assert resumed[2] in (16, 24) and resumed[3] in (24, 32)
-    assert resumed[:2] + resumed[4:] == [8, 16, 24], "since the last whole save at most"
+    assert len(resumed) == len(FAULTS)
+    for at, fault in zip(resumed, FAULTS, strict=True):
+        assert at in RESUMED[fault], "since the last whole save but one at most"
     assert losses(folder, "disturbed") == undisturbed
 
 
@@ -232,11 +234,12 @@ def test_a_run_goes_on_without_a_machine_that_is_lost(folder: Path, undisturbed)
     assert (failure["kind"], failure["process"]) == ("lost", 1)
     assert 5 < failure["step"] <= 20, "as its agent told it last, half a second before"
     assert "on 1 machines, of 2 wanted and 1 here: data=1 x fsdp=2, microbatches=2" in said
-    assert re.findall(r"resuming at step (\d+)", said) == ["16"]
+    (resumed,) = map(int, re.findall(r"resuming at step (\d+)", said))
+    assert resumed in (8, 16)
     found = losses(folder, "fewer")
     assert found == pytest.approx(undisturbed, rel=1e-5)
-    assert {k: v for k, v in found.items() if k <= 16} == {
-        k: v for k, v in undisturbed.items() if k <= 16
+    assert {k: v for k, v in found.items() if k <= resumed} == {
+        k: v for k, v in undisturbed.items() if k <= resumed
     }
 
 

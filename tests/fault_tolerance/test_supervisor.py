@@ -40,8 +40,8 @@ def supervise(tmp_path: Path):
         script: str,
         *,
         processes: int = 2,
-        late: float = 2,
-        step: float = 2,
+        late: float = 60,
+        step: float = 60,
         during=None,
         faults=(),
         **rule,
@@ -145,7 +145,7 @@ if start == 0:
     assert code == 0
     (failure,) = failures
     assert (failure["kind"], failure["wrong"]) == ("wrong", list(wrong))
-    assert failure["process"] == (1 if wrong else 0)
+    assert wrong in ((), (failure["process"],))
     assert failure["cause"] == "exit code 1: copies differ" and failure["first"] == 0
     whose = "process 1" if wrong else "one of several"
     assert any(line.endswith(f"for wrong numbers of {whose}") for line in told)
@@ -153,14 +153,13 @@ if start == 0:
 
 HANGS = {
     "stopped": ("os.kill(os.getpid(), 19)", "silent", "has said nothing for", "(stopped by a"),
-    "stuck": ("time.sleep(60)", "hangs", "has not moved for", "in phase load"),
+    "stuck": ("time.sleep(600)", "hangs", "has not moved for", "in phase load"),
 }
 
 
 @pytest.mark.parametrize("name", HANGS)
 def test_one_that_hangs_is_named_with_its_stack(supervise, name: str, tmp_path: Path) -> None:
     act, kind, said, more = HANGS[name]
-    began = time.monotonic()
     code, told, failures = supervise(
         f"""
 def gets_stuck():
@@ -170,20 +169,20 @@ if start == 0:
     phases.advance(6)
     if process == 0:
         phases.enter("load")
-        {"time.sleep(0.7)" if name == "stopped" else ""}
+        {"time.sleep(2.0)" if name == "stopped" else ""}
         gets_stuck()
-    time.sleep(60)
+    time.sleep(600)
 """,
-        step=20 if name == "stopped" else 2,
+        **({"late": 4} if name == "stopped" else {"step": 2}),
     )
-    assert code == 0 and time.monotonic() - began < 15
+    assert code == 0
     (line,) = [line for line in told if "main thread was at" in line]
     assert line.startswith(f"launch: process 0 of 2 {said}") and more in line
-    assert any(("gets_stuck" if name == "stuck" else "sleep(0.7)") in line for line in told)
+    assert any(("gets_stuck" if name == "stuck" else "sleep(2.0)") in line for line in told)
     (failure,) = failures
     assert (failure["process"], failure["kind"], failure["phase"]) == (0, kind, "load")
     ledger = read_ledger(tmp_path / "run")
-    assert ledger.seconds["hang"] >= 1.9 and ledger.seconds.get("step", 0.0) < 2
+    assert ledger.seconds["hang"] >= 1.9 > ledger.seconds.get("step", 0.0) - 1
     assert ledger.wall_s == pytest.approx(sum(ledger.seconds.values()))
 
 
@@ -339,21 +338,20 @@ if start == 0:
     phases.advance(7)
     if process == 0:
         shutil.rmtree(folder / "samples")
-    time.sleep(2.5)
+    time.sleep(4.5)
     phases.advance(8)
     os.kill(os.getpid(), 9)
 phases.enter("load")
-time.sleep(1.5)
+time.sleep(3.5)
 """,
-        late=1.5,
-        step=60,
+        late=3,
     )
     assert code == 0, told
     (failure,) = failures
     assert (failure["kind"], failure["step"]) == ("killed", 8)
 
 
-PAUSED_S = 3.0
+PAUSED_S = 4.0
 
 
 class Pausing:
@@ -387,7 +385,7 @@ def test_a_supervisor_that_stood_still_blames_nobody(
 os.kill(os.getpid(), 19)
 time.sleep(1)
 """
-    code, told, failures = supervise(script, late=1.5, step=1.5)
+    code, told, failures = supervise(script, late=2.5, step=2.5)
     assert code == 0 and not failures, told
     assert any(line.startswith("launch: stood still itself for ") for line in told)
 
@@ -406,7 +404,7 @@ def test_a_pause_in_which_all_ended_is_told_and_nobody_stayed(
 
     monkeypatch.setattr(supervising, "time", Pausing(tmp_path, stand_still))
     monkeypatch.setattr(Roster, "forget_stays", lambda roster: forgotten.append(roster))
-    code, told, failures = supervise('(folder / f"at{process}").touch()', late=60, step=60)
+    code, told, failures = supervise('(folder / f"at{process}").touch()')
     assert code == 0 and not failures, told
     assert any(line.startswith("launch: stood still itself for ") for line in told)
     assert len(forgotten) == 1
@@ -461,7 +459,7 @@ def test_those_that_ended_while_their_supervisor_stood_still_are_not_silent(
 
     monkeypatch.setattr(Worker, "sample", late)
     script = '(folder / f"at{process}").touch()\ntime.sleep(1)'
-    code, told, failures = supervise(script, late=1.5, step=1.5)
+    code, told, failures = supervise(script, late=2.5, step=2.5)
     assert code == 0 and slept and not failures, told
 
 
@@ -471,7 +469,8 @@ def test_a_refusal_is_one_whatever_the_others_do_of_it(supervise) -> None:
         """
 if process == 0:
     os._exit(2)
-time.sleep(0.1)
+print("Terminating process because the JAX distributed service detected fatal", end=" ")
+print("errors", flush=True)
 os.kill(os.getpid(), 6)
 """
     )
@@ -502,11 +501,9 @@ def test_a_signal_asks_all_to_save_and_a_second_one_ends_them(supervise, tmp_pat
     began = time.monotonic()
     record = tmp_path / "run" / "failures.jsonl"
     record.unlink()
-    code, told, failures = supervise(
-        "time.sleep(60)\ntime.sleep(60)", during=twice, late=50, step=50
-    )
+    code, told, failures = supervise("time.sleep(300)\ntime.sleep(300)", during=twice)
     assert not failures and "SIGKILL" not in str(told), "it was ended on purpose"
-    assert code == 130 and time.monotonic() - began < 20
+    assert code == 130 and time.monotonic() - began < 300
 
 
 def test_signals_that_come_close_are_one(tmp_path: Path, monkeypatch) -> None:
@@ -534,9 +531,12 @@ if start == 0 and process == 1:
 """
     )
     assert code == 0
-    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
-    time.sleep(0.2)
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    child = int((tmp_path / "child").read_text())
+    for _ in range(1000):
+        if not alive(child):
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child runs 50 s later")
 
 
 def test_of_two_that_end_alike_the_first_is_named(supervise) -> None:
@@ -545,10 +545,11 @@ def test_of_two_that_end_alike_the_first_is_named(supervise) -> None:
 if start == 0:
     phases.advance(5)
     if process == 0:
-        while not (folder / "gone").exists():
+        while not (folder / "start1.0").exists():
             time.sleep(0.005)
-        time.sleep(0.03)
-    (folder / "gone").touch()
+        other = Path("/proc", (folder / "pid1").read_text(), "stat")
+        while other.exists() and ") Z " not in other.read_text():
+            time.sleep(0.005)
     os._exit(1)
 """
     _, told, failures = supervise(script)
@@ -638,6 +639,6 @@ phases.advance(5)
 while not (folder / "kept").exists():
     time.sleep(0.05)
 """
-    code, _, _ = supervise(script, during=once, late=50, step=50)
+    code, _, _ = supervise(script, during=once)
     assert code == 0 and json.loads((tmp_path / "kept").read_text())["done"] == 5
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["ledger.jsonl"]
