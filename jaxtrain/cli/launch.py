@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.cli.shared import mesh_of, run_dir_of, signals_to
+from jaxtrain.cli.submit import add_job_options, job_violations, refuse_absent, submit
 from jaxtrain.cluster.exit_codes import FAILED
+from jaxtrain.cluster.join import TLS_FILES, uses_tls
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
-from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, Job, job_name, submission
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 from jaxtrain.files.temporary import temporary_folder
 from jaxtrain.machines.agents import Agents
@@ -33,12 +34,6 @@ from jaxtrain.violations import at_least, raise_violations
 
 WAIT_S, LISTEN = 300.0, "0.0.0.0:7000"
 
-CONTAINER = {
-    "image": "the containers' --image, which has jaxtrain in it",
-    "claim": "the --claim of a volume that all hosts write to, for the run directory",
-}
-"""Options of Kubernetes alone -> their meaning."""
-
 
 def add_options(launch: argparse.ArgumentParser) -> None:
     places = launch.add_mutually_exclusive_group(required=True)
@@ -50,9 +45,7 @@ def add_options(launch: argparse.ArgumentParser) -> None:
         places.add_argument(
             f"--{name}", action="store_const", dest="scheduler", const=name, help=text
         )
-    text = "print what the scheduler would be given, and leave"
-    launch.add_argument("--dry-run", action="store_true", help=text)
-    launch.add_argument("--image", help="the container image of --k8s")
+    add_job_options(launch)
     text = "HOST:PORT at which the agents of --machines are waited for; default 0.0.0.0:7000"
     launch.add_argument("--listen", help=text)
     text = "go on with fewer where a machine is missing or computes wrongly, and with all again"
@@ -64,8 +57,6 @@ def add_options(launch: argparse.ArgumentParser) -> None:
         "one must be back before the run takes it in again; default 10"
     )
     launch.add_argument("--rejoin", type=float, default=REJOIN_S, help=text)
-    text = "the claim of a volume that all hosts write to; --k8s mounts it at the run directory"
-    launch.add_argument("--claim", help=text)
     text = "how often all may be started again within --within seconds; default 10"
     launch.add_argument("--restarts", type=int, default=Restarts.most, help=text)
     text = "seconds in which --restarts are counted; default 3600"
@@ -111,7 +102,7 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
         ]
     )
     if options.scheduler:
-        return _submit(options, train, command)
+        return submit(options, train, command)
     count = options.processes or options.machines or 0
     _refuse(train, count)
     faults = [read_fault(text) for text in options.faults]
@@ -138,7 +129,7 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
         supervisor = Supervisor(command, roster, tell, run_dir, folder, deadlines, restarts, faults)
         code = FAILED
         try:
-            _refuse_absent(train.experiment)
+            refuse_absent(train.experiment)
             with signals_to(supervisor.stop):
                 code = supervisor.run()
         finally:
@@ -169,6 +160,11 @@ def _machines(
     tell(
         f"launch: waits for {options.machines} machines at {host}:{port}; run jaxtrain agent there"
     )
+    if not uses_tls(os.environ):
+        tell(
+            "launch: JAX's coordination service is open to all who reach the machine of process 0; "
+            f"{', '.join(TLS_FILES)} close it (docs/processes.md)"
+        )
     return agents, Path(stack.enter_context(shared))
 
 
@@ -209,14 +205,8 @@ def _idle(options: argparse.Namespace) -> list[str]:
         "--wait": options.wait != WAIT_S,
         "--rejoin": options.rejoin != REJOIN_S,
     }
+    violations = job_violations(options)
     if not options.scheduler:
-        scheduler_options = {f"--{name}": getattr(options, name) for name in CONTAINER}
-        scheduler_options["--dry-run"] = options.dry_run
-        violations = [
-            f"{flag} is for a scheduler; leave it out"
-            for flag, on in scheduler_options.items()
-            if on
-        ]
         if options.machines is None:
             violations += [
                 f"{flag} is for --machines; leave it out" for flag, on in several.items() if on
@@ -235,49 +225,12 @@ def _idle(options: argparse.Namespace) -> list[str]:
             for field in fields(Deadlines)
         },
     }  # fmt: skip
-    violations = [
+    violations += [
         f"{flag} is for --processes and --machines; leave it out"
         for flag, on in watched.items()
         if on
     ]
-    for name, meaning in CONTAINER.items():
-        if getattr(options, name) and options.scheduler != "k8s":
-            violations.append(f"--{name} is for --k8s; leave it out")
-        if options.scheduler == "k8s" and not getattr(options, name) and not options.dry_run:
-            violations.append(f"--k8s wants {meaning}")
     return violations
-
-
-def _submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:
-    """Gives a scheduler the job that starts the processes; with --dry-run prints the job."""
-    if options.scheduler != "k8s":  # its image has the file
-        _refuse_absent(train.experiment)
-    container_options = {name: getattr(options, name) for name in CONTAINER}
-    job = Job(
-        job_name(train.experiment), mesh_of(train), command, run_dir_of(train),
-        **{name: value for name, value in container_options.items() if value},
-    )  # fmt: skip
-    text = SCHEDULERS[options.scheduler](job)
-    if options.dry_run:
-        print(text, end="")
-        return 0
-    with temporary_folder("schedule") as folder:
-        file = folder / f"{job.name}.job"
-        file.write_text(text)
-        program = submission(options.scheduler, file)
-        try:
-            return subprocess.run(program, check=False).returncode
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"there is no {program[0]} here; --dry-run prints what it would be given"
-            ) from error
-
-
-def _refuse_absent(experiment: str) -> None:
-    """Raises ValueError for a missing experiment file, before each process would after its
-    imports."""
-    if not Path(experiment).is_file():
-        raise ValueError(f"there is no experiment file {experiment}; give the path of a .py file")
 
 
 def _refuse(train: argparse.Namespace, processes: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtrain.violations import raise_violations
 
@@ -109,13 +111,54 @@ def process_number(place: ProcessPlace | None, environ: Mapping[str, str]) -> in
     return 0 if name is None else int(environ[DETECTED[name][-1]])
 
 
+TLS_FILES = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
+"""Variables that JAX reads: this process's certificate, its private key, and the certificates that
+others' are verified by, as files in PEM."""
+
+
+def uses_tls(environ: Mapping[str, str]) -> bool:
+    """True if JAX's coordination service and its clients authenticate each other. Raises ValueError
+    for files of which some are not named or cannot be read: the service would be open."""
+    given = {name: environ[name] for name in TLS_FILES if environ.get(name)}
+    if not given:
+        return False
+    raise_violations(
+        [
+            *(f"{name} is not set, and {', '.join(given)} is; set all three"
+              for name in TLS_FILES if name not in given),
+            *(f"{name}={path} cannot be read; name a file in PEM"
+              for name, path in given.items() if not os.access(path, os.R_OK)),
+        ]
+    )  # fmt: skip
+    return True
+
+
+def _refuse_without_tls(initialize: Callable[..., Any]) -> None:
+    """Raises ValueError for a JAX that would take no notice of the files, and be open."""
+    if "mtls_cert_file" not in inspect.signature(initialize).parameters:
+        raise ValueError(
+            f"{TLS_FILES[0]} is set, and this JAX has no mutual TLS; use JAX 0.12 or newer, or"
+            " unset it on a network of your own"
+        )
+
+
+def _listens_at(place: ProcessPlace) -> str | None:
+    """The address at which process 0 listens: of processes of one machine its own alone, else JAX's
+    choice, every address."""
+    host = place.coordinator.rpartition(":")[0]
+    return place.coordinator if host in ("127.0.0.1", "localhost") else None
+
+
 def join(place: ProcessPlace | None) -> bool:
     """Joins the processes of `place`, or of the launcher that JAX detects if that is None. Returns
-    True if there are others. Call it before JAX looks for devices."""
+    True if there are others. Call it before JAX looks for devices. Raises ValueError for TLS files
+    that would not be used."""
     import jax
 
     if launcher(os.environ) is None if place is None else place.processes == 1:
         return False
+    if uses_tls(os.environ):
+        _refuse_without_tls(jax.distributed.initialize)
     # We handle signals: the first one, on any process, stops all after the same step.
     jax.config.update("jax_enable_preemption_service", False)
     if place is None:
@@ -125,6 +168,7 @@ def join(place: ProcessPlace | None) -> bool:
         place.coordinator,
         num_processes=place.processes,
         process_id=place.process,
+        coordinator_bind_address=_listens_at(place),
         heartbeat_timeout_seconds=LATE_S,
         cluster_detection_method="deactivate",
     )

@@ -32,15 +32,21 @@ ATTEMPTS = 10
 @dataclass(frozen=True)
 class Job:
     """A run for a scheduler. name: letters, digits and dashes, a letter first, as Kubernetes
-    requires. command: of each process, `train ...`. run_dir: its --run-dir. For Kubernetes only:
-    image, with jaxtrain installed, and claim, of a volume that all hosts write to."""
+    requires. command: of each process, `train ...`. run_dir: its --run-dir.
+
+    image: of containers with jaxtrain installed; for Kubernetes, and for SLURM with its plugin
+      pyxis. claim: for Kubernetes, of a volume that all hosts write to. sbatch: for SLURM, further
+      options of sbatch. setup: for SLURM, shell commands before the processes start.
+    """
 
     name: str
     spec: MeshSpec
     command: Sequence[str]
     run_dir: Path
-    image: str = "IMAGE-WITH-JAXTRAIN"
+    image: str = ""
     claim: str = "CLAIM-THAT-ALL-WRITE-TO"
+    sbatch: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
 
     @property
     def hosts(self) -> int:
@@ -65,8 +71,29 @@ def job_name(experiment: str) -> str:
     return named[:40].strip("-")
 
 
+FROM_THE_MESH = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "signal", "requeue")
+"""Options of sbatch that a script has already: others would not start one process a host, which
+saves before its time is up."""
+
+SHORT = {"-N": "nodes", "-n": "ntasks"}
+
+
+def sbatch_violations(options: Sequence[str]) -> list[str]:
+    """Returns a message for each option that cannot be a line `#SBATCH OPTION` of a job."""
+    found = []
+    for option in options:
+        flag = re.split(r"[=\s]", option)[0]
+        name = SHORT.get(flag[:2], flag.removeprefix("--"))
+        if not option.startswith("-") or not option.isprintable():
+            found.append(f"--sbatch={option!r}; use an option of sbatch, such as --qos=high")
+        elif name in FROM_THE_MESH:
+            found.append(f"--sbatch={option}: the job has its --{name} from the mesh; leave it out")
+    return found
+
+
 def slurm(job: Job) -> str:
-    """A script for sbatch."""
+    """A script for sbatch. Raises ValueError for options of sbatch that follow from the mesh."""
+    raise_violations(sbatch_violations(job.sbatch))
     devices = ",".join(map(str, range(job.gpus)))
     lines = [
         "#!/bin/bash",
@@ -79,11 +106,13 @@ def slurm(job: Job) -> str:
         "#SBATCH --open-mode=append",
         "# So long before its time is up every process gets SIGTERM: all save, and leave with 75.",
         f"#SBATCH --signal=TERM@{WARNING_S}",
+        *(f"#SBATCH {option}" for option in job.sbatch),
         "",
+        *job.setup,
         *(["export JAX_LOCAL_DEVICE_IDS=" + devices] if job.gpus else []),
         "# One process that fails ends all; they go on together from the newest whole checkpoint.",
         # Each has all cores of its host.
-        f"srun --kill-on-bad-exit=1 --cpu-bind=none jaxtrain {shlex.join(job.command)}",
+        shlex.join(["srun", *_SRUN, *_container(job), "jaxtrain", *job.command]),
         "code=$?",
         f"if ((code != {DONE} && code != {REFUSED}"
         f" && ${{SLURM_RESTART_COUNT:-0}} < {ATTEMPTS})); then",
@@ -92,6 +121,22 @@ def slurm(job: Job) -> str:
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
+
+
+_SRUN = ("--kill-on-bad-exit=1", "--cpu-bind=none")
+
+
+def _container(job: Job) -> list[str]:
+    """Options of srun by which pyxis starts a container that sees the folder of submission, where
+    experiment, mesh and run directory are."""
+    if not job.image:
+        return []
+    here = str(Path.cwd())
+    return [
+        f"--container-image={job.image}",
+        f"--container-mounts={here}:{here}",
+        f"--container-workdir={here}",
+    ]
 
 
 def kubernetes(job: Job) -> str:
@@ -121,7 +166,13 @@ def kubernetes(job: Job) -> str:
     job_set = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": job.name, **({"annotations": pool} if job.tpus else {})},
+        "metadata": {
+            "name": job.name,
+            "annotations": {
+                "jaxtrain/experiment": f"{job.command[1]}, from the working directory of the image",
+                **(pool if job.tpus else {}),
+            },
+        },
         "spec": {
             # Input that was refused would be again. All else begins again, also what has saved and
             # left after a SIGTERM (75), by which Kubernetes takes a node back.
@@ -134,6 +185,10 @@ def kubernetes(job: Job) -> str:
 
 TRAIN = "train"
 """The container's name."""
+
+CACHE = "/jaxtrain-cache"
+"""Where a container keeps tokenised data: on the claim's volume, so that the next start, and other
+runs, have it too."""
 
 ACCELERATORS = {
     "tpu_v4": "tpu-v4-podslice", "tpu_v5e": "tpu-v5-lite-podslice", "tpu_v5p": "tpu-v5p-slice",
@@ -149,7 +204,8 @@ def _pod(job: Job) -> dict[str, object]:
     ]
     # What a pod writes elsewhere is lost for the next one.
     mounts = [
-        {"name": "run", "mountPath": str(job.run_dir), "subPath": str(job.run_dir).strip("/")}
+        {"name": "run", "mountPath": str(job.run_dir), "subPath": str(job.run_dir).strip("/")},
+        {"name": "run", "mountPath": CACHE, "subPath": "jaxtrain-cache"},
     ]
     volumes: list[object] = [
         {"name": "run", "persistentVolumeClaim": {"claimName": job.claim}},
@@ -161,8 +217,13 @@ def _pod(job: Job) -> dict[str, object]:
     counted = {name: count for name, count in chips.items() if count}
     container = {
         "name": TRAIN,
-        "image": job.image,
+        "image": job.image or "IMAGE-WITH-JAXTRAIN",
         "command": ["jaxtrain", *job.command, *place],
+        "env": [
+            {"name": "JAXTRAIN_CACHE", "value": CACHE},
+            # A user whom the image does not know has none that can be written.
+            {"name": "HOME", "value": "/tmp"},
+        ],
         "ports": [{"containerPort": PORT}],
         "volumeMounts": mounts,
         **({"resources": {"limits": counted}} if counted else {}),

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from process_group import bare_environment
 from jaxtrain import cli
 from jaxtrain.cli import launch
 from jaxtrain.cluster.exit_codes import PREEMPTED
-from jaxtrain.cluster.join import free_port
+from jaxtrain.cluster.join import TLS_FILES, free_port
 
 EXPERIMENT = '''
 """A run of a few seconds, with code of its own that it calls."""
@@ -311,6 +313,21 @@ def test_how_long_a_lost_machine_is_waited_for_is_said(capsys, monkeypatch) -> N
     for flags in ([], ["--elastic", "--rejoin=30", "--wait=7"]):
         assert cli.main(["launch", "--machines=2", *flags, *train]) == cli.REFUSED
     assert given == [(300, 10), (7, 30)]
+
+
+def test_a_launch_over_machines_says_that_others_could_take_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXTRAIN_KEY", "0123456789abcdef")
+    options = SimpleNamespace(machines=2, listen=f"127.0.0.1:{free_port()}")
+    for path, is_open in (("", True), (__file__, False)):
+        told: list[str] = []
+        for name in TLS_FILES:
+            monkeypatch.setenv(name, path)
+        with ExitStack() as stack:
+            agents, _ = launch._machines(options, tmp_path, told.append, stack)  # type: ignore[arg-type]
+            agents.close(0)
+        assert any("is open to all" in line for line in told) == is_open
 
 
 @pytest.mark.parametrize("how", [["--processes=2"], ["--slurm", "--dry-run"]])

@@ -58,7 +58,9 @@ def test_slurm_runs_the_script_and_starts_it_again(folder: Path) -> None:
     newest checkpoint. Both run on the one node there is."""
     if reason := slurm_cluster.why_not():
         pytest.skip(reason)
-    job = Job("experiment", load_mesh(folder / "mesh.toml"), train("run"), Path("run"))
+    mesh, more = load_mesh(folder / "mesh.toml"), ("--partition=all", "--time=30")
+    setup = ("export PYTHONUNBUFFERED=1",)
+    job = Job("experiment", mesh, train("run"), Path("run"), sbatch=more, setup=setup)
     (folder / "job").write_text(slurm(job))
     on_one = ["--nodes=1", "--ntasks-per-node=2", "--overcommit", "--output=out"]
     marks = folder / "marks"

@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from jaxtrain import cli
+from jaxtrain.cli import submit
 from jaxtrain.fault_tolerance.schedulers import (
     ACCELERATORS,
     Job,
@@ -68,6 +69,46 @@ def test_a_slurm_script_starts_one_process_on_each_host(mesh: str, tmp_path: Pat
         assert (lines[9:] == ["requeue 7"]) == requeued, (code, restarts)
 
 
+def test_a_slurm_script_has_the_options_and_the_setup_of_a_cluster(tmp_path: Path) -> None:
+    """Options stand before the first command, where sbatch reads them; setup acts on processes."""
+    options = ("--qos=high", "--constraint=h100&nvme", "-x bad[1-3]")
+    setup = ("export MODULE=loaded", "cd .")
+    text = slurm(replace(job("h100_64"), sbatch=options, setup=setup, image="me/mine:1"))
+    lines = text.splitlines()
+    commands = [n for n, line in enumerate(lines) if line and not line.startswith("#")]
+    for option in options:
+        assert lines.index(f"#SBATCH {option}") < commands[0]
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$MODULE" "$@"\n')
+    srun.chmod(0o755)
+    said = subprocess.run(
+        ["bash", "-c", text], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True,
+        text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    here = Path.cwd()
+    assert said == [
+        "loaded", "--kill-on-bad-exit=1", "--cpu-bind=none", "--container-image=me/mine:1",
+        f"--container-mounts={here}:{here}", f"--container-workdir={here}", "jaxtrain", *COMMAND,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--nodes=2", "has its --nodes from the mesh"),
+        ("-N2", "has its --nodes from the mesh"),
+        ("-n 4", "has its --ntasks from the mesh"),
+        ("--gpus-per-node 4", "has its --gpus-per-node from the mesh"),
+        ("--signal=KILL@9", "has its --signal from the mesh"),
+        ("qos=high", "use an option of sbatch"),
+        ("--qos=a\nrm -r x", "use an option of sbatch"),
+    ],
+)
+def test_options_that_a_slurm_script_cannot_have_are_refused(option: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        slurm(replace(job("h100_64"), sbatch=("--qos=high", option)))
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_jobset_has_an_indexed_job_of_one_pod_a_host(mesh: str) -> None:
     hosts, _ = MESHES[mesh]
@@ -87,7 +128,14 @@ def test_a_jobset_has_an_indexed_job_of_one_pod_a_host(mesh: str) -> None:
         "--processes": str(hosts),
         "--process": "$(JOB_COMPLETION_INDEX)",
     }
-    assert container["volumeMounts"][0]["mountPath"] == "/runs/mine"
+    mounts = {each["mountPath"]: each for each in container["volumeMounts"]}
+    environ = {each["name"]: each["value"] for each in container["env"]}
+    cache = mounts[environ["JAXTRAIN_CACHE"]]
+    assert cache["name"] == mounts["/runs/mine"]["name"] == "run"
+    assert cache["subPath"] != mounts["/runs/mine"]["subPath"] == "runs/mine"
+    assert environ["HOME"] == "/tmp"
+    (place,) = (v for k, v in found["metadata"]["annotations"].items() if "jaxtrain" in k)
+    assert place == "experiments/my run.py, from the working directory of the image"
     of_memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     assert (of_memory in pod["volumes"]) == (mesh == "h100_64")
     assert {each["name"] for each in pod["volumes"]} == {
@@ -232,7 +280,7 @@ def test_what_is_submitted_is_a_file_that_the_scheduler_can_read(tmp_path, monke
     train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
     for flag, sign in (("slurm", "#!/bin/bash"), ("k8s", '"JobSet"'), ("ray", "ray.init()")):
         extra = ["--image", "a", "--claim", "b"] if flag == "k8s" else []
-        assert cli.main(["launch", f"--{flag}", *extra, *train]) == 0
+        assert cli.main(["launch", f"--{flag}", "--unchecked", *extra, *train]) == 0
         assert sign in said.read_text()
 
 
@@ -240,7 +288,7 @@ def test_the_command_prints_what_it_would_submit(capsys: pytest.CaptureFixture[s
     train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
     for flag, sign in (("slurm", "#!/bin/bash"), ("k8s", '"JobSet"'), ("ray", "ray.init()")):
         extra = ["--image", "me/mine:1", "--claim", "ours"] if flag == "k8s" else []
-        assert cli.main(["launch", f"--{flag}", "--dry-run", *extra, *train]) == 0
+        assert cli.main(["launch", f"--{flag}", "--dry-run", "--unchecked", *extra, *train]) == 0
         said = capsys.readouterr().out
         assert sign in said and "experiments/stdlib_lm.py" in said
         assert ("me/mine:1" in said) == ('"claimName": "ours"' in said) == (flag == "k8s")
@@ -248,10 +296,18 @@ def test_the_command_prints_what_it_would_submit(capsys: pytest.CaptureFixture[s
 
 def test_options_that_a_scheduler_has_no_use_for_are_refused(capsys) -> None:
     train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
-    flags = ["--restarts=3", "--fault=kill@3", "--deadline-step=5", "--image=a", "--claim=b"]
+    flags = ["--restarts=3", "--fault=kill@3", "--deadline-step=5", "--claim=b"]
     assert cli.main(["launch", "--slurm", *flags, *train]) == cli.REFUSED
     said = capsys.readouterr().err
     assert all(flag.partition("=")[0] in said for flag in flags)
+    flags = ["--image=a", "--partition=a", "--account=b", "--time=3", "--sbatch=-x a", "--setup=b"]
+    assert cli.main(["launch", "--ray", *flags, *train]) == cli.REFUSED
+    said = capsys.readouterr().err
+    assert all(f"{flag.partition('=')[0]} is for --" in said for flag in flags)
+    flags += ["--dry-run", "--unchecked", "--claim=b"]
+    assert cli.main(["launch", "--processes=8", *flags, *train]) == cli.REFUSED
+    said = capsys.readouterr().err
+    assert all(f"{flag.partition('=')[0]} is for a scheduler" in said for flag in flags)
     assert cli.main(["launch", "--k8s", *train]) == cli.REFUSED
     said = capsys.readouterr().err
     assert "--image, which has jaxtrain in it" in said and "the --claim of a volume" in said
@@ -260,5 +316,36 @@ def test_options_that_a_scheduler_has_no_use_for_are_refused(capsys) -> None:
 def test_a_scheduler_that_is_not_here_is_told(capsys, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
-    assert cli.main(["launch", "--slurm", *train]) == cli.REFUSED
+    assert cli.main(["launch", "--slurm", "--unchecked", *train]) == cli.REFUSED
     assert "there is no sbatch here; --dry-run prints" in capsys.readouterr().err
+
+
+def test_what_check_refuses_is_refused_before_a_job_is_written(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same settings and mesh; an image's own file cannot be checked here, which is said."""
+    asked = []
+
+    def checked(command: list[str], **_: object) -> SimpleNamespace:
+        asked.append(command[command.index("check") :])
+        return real(command, **_)
+
+    real = subprocess.run
+    monkeypatch.setattr(subprocess, "run", checked)
+    slurm = ["launch", "--slurm", "--dry-run", "--partition=gpu", "--account=lab", "--time=60"]
+    train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64"]
+    assert cli.main([*slurm, *train, "--set", "batch=3"]) == cli.REFUSED
+    said = capfd.readouterr()
+    assert "batch=3" in said.err and "no job is written" in said.err and not said.out
+    file, settings = "experiments/stdlib_lm.py", ["--set", "batch=64"]
+    monkeypatch.setattr(submit, "own_command", lambda *words: ["true", *words])
+    assert cli.main([*slurm, "--sbatch=--qos=a", *train, *settings]) == 0
+    assert asked[1:] == [["check", file, "--mesh", "h100_64", *settings]]
+    given = [line for line in capfd.readouterr().out.splitlines() if line.startswith("#SBATCH")]
+    wanted = ("--partition=gpu", "--account=lab", "--time=60", "--qos=a")
+    assert given[-4:] == [f"#SBATCH {option}" for option in wanted]
+    pods = ["launch", "--k8s", "--dry-run", "--image=a", "--", "train"]
+    assert cli.main([*pods, file, "--mesh", "h100_64", "--run-dir", "/a"]) == 0
+    assert asked[2:] == [["check", file, "--mesh", "h100_64", "--data-elsewhere"]]
+    assert cli.main([*pods, "none.py", "--mesh", "h100_64", "--run-dir", "/a"]) == 0
+    assert "none.py is not here: it is not checked" in capfd.readouterr().err and len(asked) == 3

@@ -1,0 +1,132 @@
+"""`jaxtrain launch` with a scheduler, which is given the job that starts the processes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxtrain.cli.shared import mesh_of, run_dir_of
+from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, Job, job_name, submission
+from jaxtrain.fault_tolerance.supervisor import own_command
+from jaxtrain.files.temporary import temporary_folder
+
+FOR = {
+    "image": ("k8s", "slurm"),
+    "claim": ("k8s",),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "time": ("slurm",),
+    "sbatch": ("slurm",),
+    "setup": ("slurm",),
+}
+"""Option of a job -> the schedulers that have a use for it."""
+
+NEEDED_BY_KUBERNETES = {
+    "image": "the containers' --image, which has jaxtrain in it",
+    "claim": "the --claim of a volume that all hosts write to, for the run directory",
+}
+
+
+def add_job_options(launch: argparse.ArgumentParser) -> None:
+    text = "print what the scheduler would be given, and leave"
+    launch.add_argument("--dry-run", action="store_true", help=text)
+    text = "give it a run that `jaxtrain check` has not passed, such as one of an image's own files"
+    launch.add_argument("--unchecked", action="store_true", help=text)
+    text = "the container image of --k8s, or of --slurm where that has the plugin pyxis"
+    launch.add_argument("--image", help=text)
+    text = "the claim of a volume that all hosts write to; --k8s mounts it at the run directory"
+    launch.add_argument("--claim", help=text)
+    for name, example in (("partition", "gpu"), ("account", "lab"), ("time", "1-12:00:00")):
+        launch.add_argument(f"--{name}", help=f"of the job of --slurm, such as {example}")
+    text = "a further option of sbatch for --slurm, such as --sbatch=--qos=high; may be repeated"
+    launch.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
+    text = (
+        "a shell command before --slurm starts the processes, such as 'source venv/bin/activate'; "
+        "may be repeated"
+    )
+    launch.add_argument("--setup", action="append", default=[], metavar="COMMAND", help=text)
+
+
+def job_violations(options: argparse.Namespace) -> list[str]:
+    """Returns violations for options of a job that would have no effect, or that are missing."""
+    scheduler = options.scheduler
+    names = [name for name in FOR if getattr(options, name)]
+    if not scheduler:
+        names += [name for name in ("dry_run", "unchecked") if getattr(options, name)]
+        flags = (name.replace("_", "-") for name in names)
+        return [f"--{flag} is for a scheduler; leave it out" for flag in flags]
+    violations = [
+        f"--{name} is for {' and '.join(f'--{other}' for other in FOR[name])}; leave it out"
+        for name in names
+        if scheduler not in FOR[name]
+    ]
+    if scheduler == "k8s" and not options.dry_run:
+        missing = (text for name, text in NEEDED_BY_KUBERNETES.items() if name not in names)
+        violations += [f"--k8s wants {text}" for text in missing]
+    return violations
+
+
+def submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:
+    """Gives a scheduler the job that starts the processes; with --dry-run prints the job. Raises
+    ValueError, before a job is written, for a run that `check` refuses."""
+    job = Job(
+        job_name(train.experiment), mesh_of(train), command, run_dir_of(train),
+        sbatch=_sbatch_options(options), setup=tuple(options.setup),
+        **{name: value for name in ("image", "claim") if (value := getattr(options, name))},
+    )  # fmt: skip
+    text = SCHEDULERS[options.scheduler](job)
+    _refuse_unfit(options, train)
+    if options.dry_run:
+        print(text, end="")
+        return 0
+    with temporary_folder("schedule") as folder:
+        file = folder / f"{job.name}.job"
+        file.write_text(text)
+        program = submission(options.scheduler, file)
+        try:
+            return subprocess.run(program, check=False).returncode
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"there is no {program[0]} here; --dry-run prints what it would be given"
+            ) from error
+
+
+def _sbatch_options(options: argparse.Namespace) -> tuple[str, ...]:
+    named = (
+        (name, value)
+        for name in ("partition", "account", "time")
+        if (value := getattr(options, name))
+    )
+    return (*(f"--{name}={value}" for name, value in named), *options.sbatch)
+
+
+def refuse_absent(experiment: str) -> None:
+    """Raises ValueError for a missing experiment file, before each process would after its
+    imports."""
+    if not Path(experiment).is_file():
+        raise ValueError(f"there is no experiment file {experiment}; give the path of a .py file")
+
+
+def _refuse_unfit(options: argparse.Namespace, train: argparse.Namespace) -> None:
+    """Raises ValueError for a run that `jaxtrain check` refuses. It runs in a process of its own,
+    because this one has no JAX. Data of containers is looked for there alone."""
+    image = bool(options.image)
+    if options.scheduler != "k8s" and not image:
+        refuse_absent(train.experiment)
+    if options.unchecked:
+        return
+    if not Path(train.experiment).is_file():
+        print(f"launch: {train.experiment} is not here: it is not checked", file=sys.stderr)
+        return
+    arguments = ["check", train.experiment]
+    arguments += ["--mesh", train.mesh] if train.mesh else []
+    arguments += [part for setting in train.settings for part in ("--set", setting)]
+    arguments += ["--data-elsewhere"] if image or options.scheduler == "k8s" else []
+    checked = subprocess.run(own_command(*arguments), stdout=subprocess.DEVNULL, check=False)
+    if checked.returncode:
+        raise ValueError(
+            "no job is written: `jaxtrain check` refuses the run, as said above; --unchecked "
+            "writes it nevertheless"
+        )
