@@ -144,22 +144,53 @@ def test_a_skip_for_an_unwritten_reason_fails_ci(known: str, tmp_path: Path) -> 
     assert "NOT in .ci/skips.txt: there is no moon here" in done.stdout
 
 
-def near(changed: list[str], tests: list[str]) -> list[str]:
+def near_module() -> Any:
     spec = importlib.util.spec_from_file_location("near", ROOT / ".ci" / "near.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.near(changed, tests)
+    return module
 
 
 def test_quick_ci_runs_the_tests_near_what_changed() -> None:
-    tests = ["tests/a/b/test_y.py", "tests/a/test_x.py", "tests/c/test_x.py", "tests/test_z.py"]
-    room = tests[:2]
+    near = near_module().near
+    files = ["tests/a/b/test_y.py", "tests/a/test_x.py", "tests/c/test_x.py", "tests/test_z.py"]
+    tests = dict.fromkeys(files, ())
+    room = files[:2]
     assert near(["jaxtrain/a/x.py"], tests) == ["tests/a/test_x.py"]
-    assert near(["jaxtrain/a/b/y.py", "tests/c/test_x.py"], tests) == [tests[0], tests[2]]
+    assert near(["jaxtrain/a/b/y.py", "tests/c/test_x.py"], tests) == [files[0], files[2]]
     assert near(["jaxtrain/a/none.py"], tests) == near(["tests/a/help.py"], tests) == room
-    assert near(["tests/test_z.py"], tests) == ["tests/test_z.py"]
-    assert near(["README.md", "jaxtrain/__init__.py", "tests/d/gone.py"], tests) == []
+    assert near(["tests/test_z.py"], tests) == near(["jaxtrain/z/none.py"], tests) == [files[3]]
+    assert near(["LICENSE", "jaxtrain/__init__.py", "tests/d/gone.py"], tests) == []
+    assert near([".ci/run", "docs/a.md"], tests) == ["tests/test_ci.py", "tests/test_readme.py"]
+    # Those that import a module come before all of a room.
+    tests |= {files[0]: {"jaxtrain.a.none"}, files[3]: {"jaxtrain.d", "jaxtrain.d.e", "help"}}
+    assert near(["jaxtrain/a/none.py"], tests) == [files[0]]
+    assert near(["jaxtrain/d/e.py"], tests) == near(["tests/help.py"], tests) == [files[3]]
+
+
+def test_what_a_test_imports_is_read() -> None:
+    source = "import a.b\nfrom c.d import (\n    e,\n)\ndef f():\n    from g import h\n"
+    assert near_module().imported(source) == {"a.b", "c.d", "c.d.e", "g", "g.h"}
+
+
+def test_every_module_has_tests_near_it() -> None:
+    """A change must not look tested where no test is near; what every test stands on has none."""
+    ours = near_module()
+    tests = {
+        str(path.relative_to(ROOT)): ours.imported(path.read_text())
+        for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    modules = [path.relative_to(ROOT) for path in (ROOT / "jaxtrain").rglob("*.py")]
+    alone = [str(path) for path in modules if not ours.near([str(path)], tests)]
+    whole = {"__init__", "__main__", "public", "reprs"}
+    assert {*alone} <= {f"jaxtrain/{name}.py" for name in whole}, alone
+
+
+def test_a_commit_that_is_not_there_is_told() -> None:
+    command = [sys.executable, ROOT / ".ci" / "near.py", "no-such-commit"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("near: diff --name-only no-such-commit:")
 
 
 def test_ci_refuses_what_it_does_not_know() -> None:

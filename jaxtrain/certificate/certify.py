@@ -289,7 +289,7 @@ def _compare(
             outcome = run(reference.routing)
     except Exception as error:  # whatever it is, other layouts are compared
         first_line = (str(error).splitlines() or [""])[0]
-        text = f"{type(error).__name__}: {first_line[:200]}"
+        text = f"{type(error).__name__}: {first_line[:400]}"
         return Difference(layout, np.inf, np.inf, np.inf, False, "", error=text)
     return difference(layout, outcome, reference)
 

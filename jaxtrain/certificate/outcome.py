@@ -66,7 +66,7 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     """Compiles STEPS steps of the experiment on the layout, and an evaluation; they are not yet
     run. Tokens of the evaluation use the experts of the last step's tokens, whatever their own
     choice. Raises what assembling, tracing and compiling raise, and ValueError if devices of a CPU
-    may mix up the collectives of a step."""
+    may mix up the collectives of a step or an evaluation."""
     e = experiment_on(experiment, layout)
     cache_dir = cache_directory()
     dataset = open_split(e, "train", cache_dir)
@@ -84,10 +84,9 @@ def program(experiment: Experiment, layout: Layout) -> Program:
         assembly.abstract, assembly.abstract_batch()
     )
     step = lowered.compile(compiler_options=options)
-    if mesh.devices.flat[0].platform == "cpu":  # right values would be luck
-        raise_violations(side_by_side(program_text(step)))
     evaluate = Evaluator(assembly, mesh, cache_dir=cache_dir)
     evaluate.compile(state_shardings, options)
+    _refuse_unordered(mesh, step, evaluate.program)
     placed, rows = assembly.placed(dataset, mesh, e.microbatches), row_numbers(e.batch)
 
     replays, buffers = Replays(assembly, state_shardings), assembly.buffers
@@ -122,6 +121,14 @@ def program(experiment: Experiment, layout: Layout) -> Program:
         )
 
     return run
+
+
+def _refuse_unordered(mesh: jax.sharding.Mesh, *programs: Any) -> None:
+    """Raises ValueError for programs whose right values would be luck."""
+    if mesh.devices.flat[0].platform == "cpu":
+        raise_violations(
+            line for program in programs for line in side_by_side(program_text(program))
+        )
 
 
 def _bounded_gradients(grads: list[HostArrays], experiment: Experiment) -> list[HostArrays]:

@@ -229,26 +229,34 @@ def _certify(options: argparse.Namespace) -> int:
     set_simulation_flags(options, mesh_from_axes(data=max(options.devices, 1)))
     from jaxtrain.certificate.certify import certify
 
-    _trace_quickly()
     certificate = None
-    for difference, latest in certify(
-        options.experiment, devices=options.devices, which=options.layouts, full=options.full
-    ):
-        certificate = latest
-        done = f"{len(latest.differences):>3}/{latest.closed_count}"
-        print(done, difference, flush=True, file=text_stream(options))
+    with _traced_quickly():
+        for difference, latest in certify(
+            options.experiment, devices=options.devices, which=options.layouts, full=options.full
+        ):
+            certificate = latest
+            done = f"{len(latest.differences):>3}/{latest.closed_count}"
+            print(done, difference, flush=True, file=text_stream(options))
     assert certificate is not None
     answer(options, certificate, certificate.summary())
     return FAILED if certificate.failed else 0
 
 
-def _trace_quickly() -> None:
-    """Saves a twelfth of the time of a process that does little but trace and compile: its many
-    small objects live on, and are looked through seldom; operations carry no stack of callers."""
+@contextmanager
+def _traced_quickly() -> Iterator[None]:
+    """Saves a twelfth of the time of work that is little but tracing and compiling: its many small
+    objects live on, and are looked through seldom; operations carry no stack of callers
+    (experiments/LOG.md, 2026-11-28)."""
     import jax
 
+    before = gc.get_threshold(), jax.config.jax_traceback_in_locations_limit
     gc.set_threshold(50_000, 20, 100)
     jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before[0])
+        jax.config.update("jax_traceback_in_locations_limit", before[1])
 
 
 def _compile(options: argparse.Namespace) -> int:

@@ -6,11 +6,11 @@ import argparse
 import os
 import socket
 
-from jaxtrain.cli.shared import say, signals_to
+from jaxtrain.cli.shared import say, seconds_violations, signals_to
 from jaxtrain.fault_tolerance.supervisor import own_command
 from jaxtrain.machines.agent import Agent
 from jaxtrain.machines.channel import read_address, read_key
-from jaxtrain.violations import at_least, raise_violations
+from jaxtrain.violations import raise_violations
 
 
 def add_options(agent: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_options(agent: argparse.ArgumentParser) -> None:
 
 
 def agent_command(options: argparse.Namespace) -> int:
-    raise_violations(at_least("--wait", options.wait, 0))
+    raise_violations(seconds_violations("--wait", options.wait))
     agent = Agent(
         read_address(options.address, "ADDRESS"),
         read_key(os.environ),

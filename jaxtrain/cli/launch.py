@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli.shared import mesh_of, run_dir_of, signals_to
+from jaxtrain.cli.shared import mesh_of, run_dir_of, seconds_violations, signals_to
 from jaxtrain.cli.submit import add_job_options, job_violations, refuse_absent, submit
 from jaxtrain.cluster.exit_codes import FAILED
 from jaxtrain.cluster.join import TLS_FILES, uses_tls
@@ -30,7 +30,7 @@ from jaxtrain.machines.layouts import MachineLayout, read_layouts
 from jaxtrain.machines.machine import LocalMachines, Machines, slots_of
 from jaxtrain.machines.roster import REJOIN_S, Roster
 from jaxtrain.machines.workers import Tell
-from jaxtrain.violations import at_least, raise_violations
+from jaxtrain.violations import raise_violations
 
 WAIT_S, LISTEN = 300.0, "0.0.0.0:7000"
 
@@ -50,7 +50,10 @@ def add_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("--listen", help=text)
     text = "go on with fewer where a machine is missing or computes wrongly, and with all again"
     launch.add_argument("--elastic", action="store_true", help=text)
-    text = "seconds that missing machines are waited for; default 300"
+    text = (
+        "seconds that the first start waits for all machines, and later ones where the run cannot "
+        "go on without a missing one; default 300"
+    )
     launch.add_argument("--wait", type=float, default=WAIT_S, help=text)
     text = (
         "seconds that a lost machine is waited for where the run can go on without it, and that "
@@ -97,8 +100,8 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
     raise_violations(
         [
             *_idle(options),
-            *at_least("--wait", options.wait, 0),
-            *at_least("--rejoin", options.rejoin, 0),
+            *seconds_violations("--wait", options.wait),
+            *seconds_violations("--rejoin", options.rejoin),
         ]
     )
     if options.scheduler:
@@ -158,7 +161,8 @@ def _machines(
     shared = tempfile.TemporaryDirectory(prefix="launch-", dir=run_dir)
     host, port = agents.address
     tell(
-        f"launch: waits for {options.machines} machines at {host}:{port}; run jaxtrain agent there"
+        f"launch: waits {options.wait:g} s for {options.machines} machines at {host}:{port}; run "
+        "jaxtrain agent there"
     )
     if not uses_tls(os.environ):
         tell(
@@ -212,7 +216,7 @@ def _idle(options: argparse.Namespace) -> list[str]:
                 f"{flag} is for --machines; leave it out" for flag, on in several.items() if on
             ]
         elif several["--rejoin"] and not options.elastic:
-            violations.append("--rejoin is for --elastic; leave it out")
+            violations.append("--rejoin is for --elastic; add it, or leave --rejoin out")
         return violations
     watched = {
         **several,
@@ -236,7 +240,7 @@ def _idle(options: argparse.Namespace) -> list[str]:
 def _refuse(train: argparse.Namespace, processes: int) -> None:
     """Raises ValueError for a run that cannot start, before any process is started."""
     if processes < 1:
-        raise ValueError(f"{processes} processes; use 1 or more")
+        raise ValueError(f"{processes} processes or machines; use 1 or more")
     spec = mesh_of(train)
     if spec.devices % processes:
         raise ValueError(

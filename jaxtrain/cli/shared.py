@@ -185,6 +185,11 @@ def progress(options: argparse.Namespace) -> Callable[[str], None]:
     return lambda text: print(text, flush=True, file=text_stream(options))
 
 
+def seconds_violations(flag: str, seconds: float) -> list[str]:
+    """Returns a message for what is no time to wait; `inf` waits for ever."""
+    return [] if seconds >= 0 else [f"{flag}={seconds:g}; use a number of seconds, such as 10"]
+
+
 def answer(options: argparse.Namespace, report: Any, *texts: str, **more: Any) -> int:
     """Prints a command's result: `texts` for people, and with --json the report and `more` for a
     program."""

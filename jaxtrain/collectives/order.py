@@ -34,7 +34,12 @@ def after(tree: Tree, done: PyTree) -> Tree:
 
     Raises ValueError where a leaf is typed as equal on devices on which one of `done` is not.
     """
-    arrays = [leaf for leaf in jax.tree.leaves(lax.stop_gradient(done)) if leaf.size]
+    # A random key is no number, and was not sent.
+    arrays = [
+        leaf
+        for leaf in jax.tree.leaves(lax.stop_gradient(done))
+        if leaf.size and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ]
     if not arrays:
         return tree
     late = _never.bind(*arrays)

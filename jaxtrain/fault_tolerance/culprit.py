@@ -6,15 +6,17 @@ import time
 from collections.abc import Sequence
 
 from jaxtrain.cluster.exit_codes import DONE, PREEMPTED
+from jaxtrain.machines.agents import GONE_S
 from jaxtrain.machines.machine import RunningProcess
-from jaxtrain.machines.roster import POLL_S
+from jaxtrain.machines.pauses import Pauses
 
 GRACE_S = 0.3
 """Wait after the first exit: an earlier one may be noticed only now."""
 
-LONGEST_S = 10.0
-"""Longest wait for the end of a process whose loss others tell of. The kernel closes a killed
-process's connections first, and says that it has ended when its last thread has."""
+LONGEST_S = GONE_S + 5.0
+"""Longest wait for the end of a process whose loss others tell of: longer than a silent machine is
+waited for. The kernel closes a killed process's connections first, and says that it has ended when
+its last thread has."""
 
 
 def ended_badly(worker: RunningProcess) -> bool:
@@ -24,18 +26,37 @@ def ended_badly(worker: RunningProcess) -> bool:
     return worker.code not in (None, PREEMPTED)
 
 
-def await_culprit(workers: Sequence[RunningProcess]) -> None:
-    """Waits a moment after a bad end, for earlier ones that are noticed later; and longer while all
-    that ended badly say that another process was lost, and one has not ended."""
-    began = time.monotonic()
-    time.sleep(GRACE_S)
-    while time.monotonic() - began < LONGEST_S and any(w.code is None for w in workers):
-        bad = [worker for worker in workers if ended_badly(worker)]
-        for worker in bad:
-            worker.join()  # its last lines are read
-        if not all(worker.lost_another for worker in bad):
-            return
-        time.sleep(POLL_S)
+class Culprit:
+    """Decides when the process that failed first is known. Ask it in every look at the processes of
+    a start, since a wait for a process that hangs is the deadlines' to end."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        """Monotonic time at which a bad end was seen; 0 before."""
+
+    def is_known(self, workers: Sequence[RunningProcess], pauses: Pauses) -> bool:
+        """Returns False before a bad end, and while all that ended badly say that another process
+        was lost, and one has not ended. pauses: in which nothing is noticed."""
+        if not any(map(ended_badly, workers)):
+            return False
+        if not self._since:
+            self._since = time.monotonic()
+            if any(worker.code is None for worker in workers):
+                time.sleep(GRACE_S)
+        bad = last_words(workers)
+        runs = any(worker.code is None for worker in workers)
+        waited = time.monotonic() - pauses.moved(self._since)
+        return not (runs and all(worker.lost_another for worker in bad)) or waited > LONGEST_S
+
+
+def last_words(workers: Sequence[RunningProcess]) -> list[RunningProcess]:
+    """Returns those that ended badly, whose last lines are read, and whose children are ended: they
+    would hold the output open."""
+    bad = [worker for worker in workers if ended_badly(worker)]
+    for worker in bad:
+        worker.kill()
+        worker.join()
+    return bad
 
 
 def first_to_fail(bad: Sequence[RunningProcess]) -> RunningProcess:

@@ -23,7 +23,13 @@ from jaxtrain.cluster.exit_codes import (
 )
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import ProcessSample
-from jaxtrain.fault_tolerance.culprit import GRACE_S, await_culprit, ended_badly, first_to_fail
+from jaxtrain.fault_tolerance.culprit import (
+    GRACE_S,
+    Culprit,
+    ended_badly,
+    first_to_fail,
+    last_words,
+)
 from jaxtrain.fault_tolerance.deadlines import Deadlines, Late, late
 from jaxtrain.fault_tolerance.faults import Fault, faults_variable, missed
 from jaxtrain.fault_tolerance.ledger import NAME as LEDGER
@@ -236,7 +242,7 @@ class Supervisor:
 
     def _watch(self, entry: OpenEntry, *, first: bool) -> int | Failure:
         """Watches until all have ended well, or one has failed."""
-        looked, self._pauses = 0.0, Pauses(POLL_S)
+        looked, self._pauses, culprit = 0.0, Pauses(POLL_S), Culprit()
         while True:
             time.sleep(POLL_S)
             if paused := self._pauses.look():
@@ -244,10 +250,7 @@ class Supervisor:
                 self.roster.forget_stays()
             self._pass_on()
             codes = [worker.code for worker in self.workers]
-            failed = any(map(ended_badly, self.workers))
-            if failed and None in codes:
-                await_culprit(self.workers)
-            if failed or None not in codes:
+            if culprit.is_known(self.workers, self._pauses) or None not in codes:
                 code = _together([w.code for w in self.workers if w.code is not None])
                 well = code == INTERRUPTED or not any(map(ended_badly, self.workers))
                 return code if code is not None and well else self._ended(first=first)
@@ -279,7 +282,7 @@ class Supervisor:
     def _ended(self, *, first: bool) -> int | Failure:
         """The failure of the process that failed first; or the exit code if it refused its input
         before its first step."""
-        bad = [w for w in self.workers if ended_badly(w)]
+        bad = last_words(self.workers)
         worker = first_to_fail(bad)
         sample, code = worker.sample(), worker.code or 0
         now, cause, process, kind = sample.now, worker.ending, worker.process, worker.kind

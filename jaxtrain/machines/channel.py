@@ -105,6 +105,6 @@ def read_key(environ: Mapping[str, str]) -> bytes:
     if len(key) < 16:
         raise ValueError(
             f"{KEY} has {len(key)} characters; set it to the same secret of 16 or more on all "
-            "machines, such as that of: python -c 'import secrets; print(secrets.token_hex())'"
+            "machines, such as that of: python3 -c 'import secrets; print(secrets.token_hex())'"
         )
     return key.encode()

@@ -25,7 +25,7 @@ Tell = Callable[[str], None]
 
 LOST = re.compile(
     "Terminating process because the JAX distributed service detected fatal errors"
-    r"|Gloo \S+ failed: .*(?:by peer|Broken pipe)"
+    r"|Gloo [\w -]+ failed: .*(?:by peer|Broken pipe|Socket closed)"
     r"|NCCL .*remote process exited"
 )
 """What a process prints that ends because another was lost: JAX's service, or a collective of a CPU
@@ -112,6 +112,7 @@ class Worker:
                     elif empty and not line.strip():
                         empty -= 1
                     else:
+                        empty = 0
                         text = line.decode(errors="replace").rstrip()
                         self.last_line = text.strip() or self.last_line
                         self.lost_another |= LOST.search(text) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from jaxtrain.cluster.sampler import ProcessSample
 from jaxtrain.fault_tolerance import culprit
 from jaxtrain.fault_tolerance.restarts import Failure
 from jaxtrain.fault_tolerance.supervisor import Supervisor
+from jaxtrain.machines.agents import GONE_S
 from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.machine import LocalMachines, slots_of
 from jaxtrain.machines.roster import Roster
@@ -38,10 +40,14 @@ def blamed(tmp_path: Path, *workers: dict[str, Any]) -> Failure:
     roster.hosts = [SimpleNamespace(where="") for _ in workers]  # type: ignore[misc]
     made = Supervisor([], roster, tell=print, run_dir=tmp_path, folder=tmp_path)
     sample = ProcessSample(Now("step", 5, 100.0, 0.1, 0), 100.0)
-    made.workers = [
-        SimpleNamespace(process=number, sample=lambda: sample, **how)  # type: ignore[misc]
-        for number, how in enumerate(workers)
-    ]
+    made.workers = []
+    for number, how in enumerate(workers):
+        worker: Any = SimpleNamespace(process=number, sample=lambda: sample, **how)
+        worker.kill = lambda: None
+        # What it says last is read by then.
+        worker.join = partial(setattr, worker, "lost_another", how["lost_another"])
+        worker.lost_another = False
+        made.workers.append(worker)
     failure = made._ended(first=False)
     assert isinstance(failure, Failure)
     return failure
@@ -80,6 +86,9 @@ SAID = {
     "XlaRuntimeError: UNKNOWN: Gloo AllGather failed: [a/pair.cc:553] Connection closed by peer "
     "[127.0.0.1]:4": True,
     "Gloo all-reduce failed: [a/pair.cc:446] writev [127.0.0.1]:4: Broken pipe": True,
+    "Gloo collective permute failed: [a/pair.cc:538] Read error [::1]:4: Connection reset by "
+    "peer": True,
+    "Gloo context initialization failed: [a/pair.cc:538] Socket closed": True,
     "INTERNAL: NCCL operation ncclGroupEnd() failed: remote process exited or there was a network "
     "error. Last NCCL warning": True,
     "F0000 Terminating": False,
@@ -116,9 +125,10 @@ def test_what_collectives_of_a_cpu_print_is_not_passed_on() -> None:
     process are."""
     rank = b"[Gloo] Rank 0 is connected to 1 peer ranks. "
     rank += b"Expected number of connected peer ranks is : 1"
-    output = rank + b"\n" + rank + rank + b"\nfirst\n\n\nsecond\n" + rank + b"\n\nthird\n"
+    output = rank + b"\n" + rank + rank + b"\n\n\nfirst\n" + rank + b"\n\nthird\n"
+    output += rank + rank + b"\nfourth\n\n"
     lines = heard(output)[1]
-    assert lines == ["first", "", "second", "", "third"]
+    assert lines == ["", "first", "", "third", "fourth", ""]
 
 
 class Ends:
@@ -126,29 +136,47 @@ class Ends:
 
     def __init__(self, looks: float, code: int, *, aborted: bool = False) -> None:
         self.looks, self.ends, self.says, self.lost_another = looks, code, aborted, False
+        self.children = True
 
     @property
     def code(self) -> int | None:
         self.looks -= 1
         return self.ends if self.looks < 0 else None
 
+    def kill(self) -> None:
+        """Of what it started."""
+        self.children = False
+
     def join(self) -> None:
-        """Its last lines are read now."""
+        """Its last lines are read now; they have no end where a child holds them open."""
+        assert not self.children
         self.lost_another = self.says
 
 
-def test_the_end_of_one_whose_loss_others_tell_of_is_waited_for(monkeypatch: Any) -> None:
-    monkeypatch.setattr(culprit, "GRACE_S", 0.0)
-    monkeypatch.setattr(culprit, "POLL_S", 0.0)
-    aborted, killed = Ends(0, FAILED, aborted=True), Ends(50, -9)
-    culprit.await_culprit([aborted, killed])
-    assert killed.code == -9
-    # Of one that failed by itself nobody is waited for, nor for ever.
-    crashed, runs = Ends(0, FAILED), Ends(50, -9)
-    culprit.await_culprit([aborted, crashed, runs])
-    assert runs.code is None
-    monkeypatch.setattr(culprit, "LONGEST_S", 0.1)
-    culprit.await_culprit([aborted, Ends(math.inf, -9)])
+def is_known(monkeypatch: pytest.MonkeyPatch, *workers: Ends, after: float = 0.0) -> bool:
+    """after: seconds since a bad end was seen first."""
+    clock = SimpleNamespace(now=100.0)
+    module = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
+    monkeypatch.setattr(culprit, "time", module)
+    asked = culprit.Culprit()
+    none: Any = SimpleNamespace(moved=lambda at: at)
+    known = asked.is_known(workers, none)
+    clock.now += after
+    return asked.is_known(workers, none) if after else known
+
+
+def test_the_end_of_one_whose_loss_others_tell_of_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not of one that failed by itself, nor for ever, nor where nobody is left."""
+    aborted, crashed = partial(Ends, 0, FAILED, aborted=True), partial(Ends, 0, FAILED)
+    runs = partial(Ends, math.inf, -9)
+    assert not is_known(monkeypatch, runs(), runs())
+    assert not is_known(monkeypatch, aborted(), runs())
+    assert not is_known(monkeypatch, aborted(), runs(), after=GONE_S + 1)
+    assert is_known(monkeypatch, aborted(), runs(), after=culprit.LONGEST_S + 1)
+    assert is_known(monkeypatch, aborted(), crashed(), runs())
+    assert is_known(monkeypatch, aborted(), aborted())
 
 
 def test_all_that_ended_by_the_same_signal_are_named(tmp_path: Path) -> None:

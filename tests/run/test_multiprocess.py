@@ -24,8 +24,10 @@ def test_two_processes_train_as_one_and_hand_over(tmp_path: Path) -> None:
         lambda index, port: ["-c", MAIN, 2, index, port, "two", outs[index]],
         modules=Path(__file__).parent,
     )
-    one = multiprocess_worker.train(tmp_path / "one")  # while they start
-    process_group.finish(started)
+    try:
+        one = multiprocess_worker.train(tmp_path / "one")  # while they start
+    finally:
+        process_group.finish(started)
     two = [json.loads(out.read_text()) for out in outs]
     assert all(each["stopped"] for each in two) and not one["stopped"]
     done = len(two[0]["losses"])
