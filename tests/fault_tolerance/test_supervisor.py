@@ -547,9 +547,10 @@ if start == 0:
     if process == 0:
         while not (folder / "start1.0").exists():
             time.sleep(0.005)
-        other = Path("/proc", (folder / "pid1").read_text(), "stat")
-        while other.exists() and ") Z " not in other.read_text():
+        other = Path("/proc", (folder / "pid1").read_text())
+        while other.exists():  # until its end is known
             time.sleep(0.005)
+        time.sleep(0.2)
     os._exit(1)
 """
     _, told, failures = supervise(script)
