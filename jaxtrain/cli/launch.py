@@ -166,8 +166,8 @@ def _machines(
     )
     if not uses_tls(os.environ):
         tell(
-            "launch: JAX's coordination service is open to all who reach the machine of process 0; "
-            f"{', '.join(TLS_FILES)} close it (docs/processes.md)"
+            "launch: JAX's coordination service is open to all who reach the machine of process 0, "
+            f"unless the machines name {', '.join(TLS_FILES)} (docs/processes.md)"
         )
     return agents, Path(stack.enter_context(shared))
 

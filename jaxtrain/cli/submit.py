@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 from jaxtrain.cli.shared import mesh_of, run_dir_of
+from jaxtrain.cluster.exit_codes import REFUSED
 from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, Job, job_name, submission
 from jaxtrain.fault_tolerance.supervisor import own_command
 from jaxtrain.files.temporary import temporary_folder
+from jaxtrain.machines.workers import ending
 
 FOR = {
     "image": ("k8s", "slurm"),
@@ -73,7 +75,7 @@ def submit(options: argparse.Namespace, train: argparse.Namespace, command: list
     ValueError, before a job is written, for a run that `check` refuses."""
     job = Job(
         job_name(train.experiment), mesh_of(train), command, run_dir_of(train),
-        sbatch=_sbatch_options(options), setup=tuple(options.setup),
+        experiment=train.experiment, sbatch=_sbatch_options(options), setup=tuple(options.setup),
         **{name: value for name in ("image", "claim") if (value := getattr(options, name))},
     )  # fmt: skip
     text = SCHEDULERS[options.scheduler](job)
@@ -125,8 +127,13 @@ def _refuse_unfit(options: argparse.Namespace, train: argparse.Namespace) -> Non
     arguments += [part for setting in train.settings for part in ("--set", setting)]
     arguments += ["--data-elsewhere"] if image or options.scheduler == "k8s" else []
     checked = subprocess.run(own_command(*arguments), stdout=subprocess.DEVNULL, check=False)
-    if checked.returncode:
+    if checked.returncode == REFUSED:
         raise ValueError(
             "no job is written: `jaxtrain check` refuses the run, as said above; --unchecked "
             "writes it nevertheless"
+        )
+    if checked.returncode:
+        raise ValueError(
+            f"no job is written: `jaxtrain check` ended by {ending(checked.returncode)} here; "
+            "--unchecked writes it nevertheless"
         )

@@ -111,6 +111,9 @@ def process_number(place: ProcessPlace | None, environ: Mapping[str, str]) -> in
     return 0 if name is None else int(environ[DETECTED[name][-1]])
 
 
+BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
+"""Variable that JAX reads: where process 0 listens."""
+
 TLS_FILES = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
 """Variables that JAX reads: this process's certificate, its private key, and the certificates that
 others' are verified by, as files in PEM."""
@@ -143,10 +146,11 @@ def _refuse_without_tls(initialize: Callable[..., Any]) -> None:
 
 
 def _listens_at(place: ProcessPlace) -> str | None:
-    """The address at which process 0 listens: of processes of one machine its own alone, else JAX's
-    choice, every address."""
+    """The address at which process 0 listens: of processes that meet at this machine's own address
+    that one; None for JAX's choice, which is the user's or every address."""
     host = place.coordinator.rpartition(":")[0]
-    return place.coordinator if host in ("127.0.0.1", "localhost") else None
+    is_local = host in ("127.0.0.1", "localhost")
+    return place.coordinator if is_local and not os.environ.get(BIND_ADDRESS) else None
 
 
 def join(place: ProcessPlace | None) -> bool:

@@ -36,7 +36,7 @@ class Culprit:
 
     def is_known(self, workers: Sequence[RunningProcess], pauses: Pauses) -> bool:
         """Returns False before a bad end, and while all that ended badly say that another process
-        was lost, and one has not ended. pauses: in which nothing is noticed."""
+        was lost, and one has not ended. pauses: of this process, in which it notices nothing."""
         if not any(map(ended_badly, workers)):
             return False
         if not self._since:
@@ -44,6 +44,7 @@ class Culprit:
             if any(worker.code is None for worker in workers):
                 time.sleep(GRACE_S)
         bad = last_words(workers)
+        pauses.resume()
         runs = any(worker.code is None for worker in workers)
         waited = time.monotonic() - pauses.moved(self._since)
         return not (runs and all(worker.lost_another for worker in bad)) or waited > LONGEST_S

@@ -32,7 +32,7 @@ ATTEMPTS = 10
 @dataclass(frozen=True)
 class Job:
     """A run for a scheduler. name: letters, digits and dashes, a letter first, as Kubernetes
-    requires. command: of each process, `train ...`. run_dir: its --run-dir.
+    requires. command: of each process, `train ...`. run_dir: its --run-dir. experiment: its file.
 
     image: of containers with jaxtrain installed; for Kubernetes, and for SLURM with its plugin
       pyxis. claim: for Kubernetes, of a volume that all hosts write to. sbatch: for SLURM, further
@@ -43,6 +43,7 @@ class Job:
     spec: MeshSpec
     command: Sequence[str]
     run_dir: Path
+    experiment: str = ""
     image: str = ""
     claim: str = "CLAIM-THAT-ALL-WRITE-TO"
     sbatch: tuple[str, ...] = ()
@@ -71,24 +72,30 @@ def job_name(experiment: str) -> str:
     return named[:40].strip("-")
 
 
-FROM_THE_MESH = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "signal", "requeue")
-"""Options of sbatch that a script has already: others would not start one process a host, which
-saves before its time is up."""
+NOT_FOR_SBATCH = (
+    *("array", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "no-requeue"),
+    *("nodes", "ntasks", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-node", "open-mode"),
+    *("requeue", "signal", "tasks-per-node", "wrap"),
+)
+"""Options of sbatch by which a job would not be one process a host of the mesh, would not save
+before its time is up, or not begin again."""
 
-SHORT = {"-N": "nodes", "-n": "ntasks"}
+SHORT = {"-N": "nodes", "-n": "ntasks", "-G": "gpus", "-a": "array"}
 
 
 def sbatch_violations(options: Sequence[str]) -> list[str]:
     """Returns a message for each option that cannot be a line `#SBATCH OPTION` of a job."""
-    found = []
+    messages = []
     for option in options:
         flag = re.split(r"[=\s]", option)[0]
         name = SHORT.get(flag[:2], flag.removeprefix("--"))
-        if not option.startswith("-") or not option.isprintable():
-            found.append(f"--sbatch={option!r}; use an option of sbatch, such as --qos=high")
-        elif name in FROM_THE_MESH:
-            found.append(f"--sbatch={option}: the job has its --{name} from the mesh; leave it out")
-    return found
+        if not re.match("--?[a-zA-Z]", option) or not option.isprintable():
+            messages.append(
+                f"--sbatch={option!r}; use an option of sbatch, such as --sbatch=--qos=high"
+            )
+        elif any(other.startswith(name) for other in NOT_FOR_SBATCH):  # sbatch takes beginnings
+            messages.append(f"--sbatch={option}: the mesh and the launch say that; leave it out")
+    return messages
 
 
 def slurm(job: Job) -> str:
@@ -108,7 +115,8 @@ def slurm(job: Job) -> str:
         f"#SBATCH --signal=TERM@{WARNING_S}",
         *(f"#SBATCH {option}" for option in job.sbatch),
         "",
-        *job.setup,
+        *(f"{{ {command}\n}} || exit {REFUSED}" for command in job.setup),  # not again then
+        *([f"mkdir -p {shlex.quote(str(job.run_dir.absolute()))}"] if job.image else []),
         *(["export JAX_LOCAL_DEVICE_IDS=" + devices] if job.gpus else []),
         "# One process that fails ends all; they go on together from the newest whole checkpoint.",
         # Each has all cores of its host.
@@ -128,13 +136,19 @@ _SRUN = ("--kill-on-bad-exit=1", "--cpu-bind=none")
 
 def _container(job: Job) -> list[str]:
     """Options of srun by which pyxis starts a container that sees the folder of submission, where
-    experiment, mesh and run directory are."""
+    experiment and mesh are, and the run directory."""
     if not job.image:
         return []
-    here = str(Path.cwd())
+    here, run = Path.cwd(), job.run_dir.absolute()
+    folders = [here] if run.is_relative_to(here) else [here, run]
+    raise_violations(
+        f"{folder}: pyxis splits mounts at : and ,; use --image from a folder without them"
+        for folder in folders
+        if {":", ","} & {*str(folder)}
+    )
     return [
         f"--container-image={job.image}",
-        f"--container-mounts={here}:{here}",
+        f"--container-mounts={','.join(f'{folder}:{folder}' for folder in folders)}",
         f"--container-workdir={here}",
     ]
 
@@ -169,7 +183,7 @@ def kubernetes(job: Job) -> str:
         "metadata": {
             "name": job.name,
             "annotations": {
-                "jaxtrain/experiment": f"{job.command[1]}, from the working directory of the image",
+                "jaxtrain/experiment": f"{job.experiment} of the image",
                 **(pool if job.tpus else {}),
             },
         },
@@ -236,6 +250,8 @@ def _pod(job: Job) -> dict[str, object]:
         # All save after the step they are at, and leave.
         "terminationGracePeriodSeconds": WARNING_S,
         **({"nodeSelector": nodes} if job.tpus else {}),
+        # So that a user other than root may write to the volume, where its type allows that.
+        "securityContext": {"fsGroup": 1000},
         "containers": [container],
         "volumes": volumes,
     }

@@ -262,7 +262,8 @@ class Supervisor:
                 samples = {w.process: sample for w, sample in latest if w.code is None}
                 if blamed := late(samples, now, self.deadlines):
                     return self._stuck(blamed, now)
-                self._grow(samples.values())
+                if len(samples) == len(self.workers):
+                    self._grow(samples.values())
                 entry.keep(self.workers[0].sample().now)
 
     def _awake(self, sample: ProcessSample) -> ProcessSample:

@@ -26,9 +26,13 @@ class Pauses:
         self._pauses.append((now, late))
         return late
 
+    def resume(self) -> None:
+        """Begins a new interval: what this process itself waited for since the last is no pause."""
+        self._looked_at = time.monotonic()
+
     def sleep(self) -> None:
         """Sleeps for `interval_s`. A pause within is found; what came before is no pause."""
-        self._looked_at = time.monotonic()
+        self.resume()
         time.sleep(self._interval_s)
         self.look()
 

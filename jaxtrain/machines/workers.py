@@ -135,8 +135,10 @@ class Worker:
     def join(self) -> None:
         """Waits until it has ended, after `kill`."""
         self._popen.wait()
-        if self._reader is not None:
-            self._reader.join(2)  # its last lines; no wait for another process that holds the pipe
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            # Its last lines; no wait, and none again, for another process that holds the pipe.
+            reader.join(2)
 
     def state(self) -> str:
         """Its state in the kernel's scheduler, as text; empty if unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import jax
 import process_group
 import pytest
 
-from jaxtrain.cluster.join import TLS_FILES, ProcessPlace, free_port, join, uses_tls
+from jaxtrain.cluster.join import BIND_ADDRESS, TLS_FILES, ProcessPlace, free_port, join, uses_tls
 
 NEWER = jax.__version_info__ >= (0, 12)
 
@@ -37,16 +38,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         given.append({"coordinator": coordinator, **options})
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    for name in TLS_FILES:
+    for name in (BIND_ADDRESS, *TLS_FILES):
         monkeypatch.delenv(name, raising=False)
     return given
 
 
-def test_processes_of_one_machine_meet_where_no_other_machine_reaches_them(asked) -> None:
+def test_processes_of_one_machine_meet_where_no_other_machine_reaches_them(
+    asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for host in ("127.0.0.1", "localhost", "node0", "10.0.0.7"):
         assert join(ProcessPlace(f"{host}:8476", 2, 1))
+    monkeypatch.setenv(BIND_ADDRESS, "0.0.0.0:8476")
+    assert join(ProcessPlace("127.0.0.1:8476", 2, 1))
     at = [each["coordinator_bind_address"] for each in asked]
-    assert at == ["127.0.0.1:8476", "localhost:8476", None, None]
+    assert at == ["127.0.0.1:8476", "localhost:8476", None, None, None]
 
 
 def test_files_that_would_leave_the_service_open_are_refused(
@@ -80,11 +85,25 @@ def certificates(folder: Path) -> dict[str, str]:
     return dict(zip(TLS_FILES, map(str, (cert, key, cert)), strict=True))
 
 
+def answer(port: int, files: dict[str, str], *, shows_its_own: bool) -> bytes:
+    """What the service says first to one that trusts it, with a certificate or without."""
+    cert, key, authority = (files[name] for name in TLS_FILES)
+    context = ssl.create_default_context(cafile=authority)
+    context.set_alpn_protocols(["h2"])
+    if shows_its_own:
+        context.load_cert_chain(cert, key)
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secure,
+    ):
+        return secure.recv(9)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
 @pytest.mark.skipif(not NEWER, reason="this JAX has no mutual TLS")
 def test_two_processes_meet_by_certificates(tmp_path: Path) -> None:
-    """And the service is shown to nobody who has none."""
+    """And to one without a certificate the service says nothing."""
     files, address = certificates(tmp_path), f"127.0.0.1:{free_port()}"
     environ = process_group.bare_environment(tmp_path) | files
 
@@ -94,7 +113,7 @@ def test_two_processes_meet_by_certificates(tmp_path: Path) -> None:
             env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    first = start(0)
+    started = [start(0)]
     try:
         shown = ""
         for _ in range(600):
@@ -102,11 +121,15 @@ def test_two_processes_meet_by_certificates(tmp_path: Path) -> None:
                 shown = ssl.get_server_certificate(("127.0.0.1", int(address.split(":")[1])))
                 break
             except OSError:
-                assert first.poll() is None
+                assert started[0].poll() is None
                 time.sleep(0.1)
         assert shown == Path(files[TLS_FILES[0]]).read_text()
-        second = start(1)
-        said = [each.communicate(timeout=300)[0] for each in (first, second)]
+        port = int(address.rpartition(":")[2])
+        assert answer(port, files, shows_its_own=True)
+        assert not answer(port, files, shows_its_own=False)
+        started.append(start(1))
+        said = [process.communicate(timeout=300)[0] for process in started]
     finally:
-        first.kill()
+        for process in started:
+            process.kill()
     assert [text.splitlines()[-1] for text in said] == ["2 0", "2 1"], said

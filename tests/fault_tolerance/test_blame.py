@@ -159,7 +159,7 @@ def is_known(monkeypatch: pytest.MonkeyPatch, *workers: Ends, after: float = 0.0
     module = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
     monkeypatch.setattr(culprit, "time", module)
     asked = culprit.Culprit()
-    none: Any = SimpleNamespace(moved=lambda at: at)
+    none: Any = SimpleNamespace(moved=lambda at: at, resume=lambda: None)
     known = asked.is_known(workers, none)
     clock.now += after
     return asked.is_known(workers, none) if after else known

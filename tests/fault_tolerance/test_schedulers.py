@@ -34,7 +34,8 @@ COMMAND = ["train", "experiments/my run.py", "--mesh", "MESH", "--set", "optimiz
 
 
 def job(mesh: str) -> Job:
-    return Job(job_name("experiments/my run.py"), load_mesh(mesh), COMMAND, Path("/runs/mine"))
+    file = "experiments/my run.py"
+    return Job(job_name(file), load_mesh(mesh), COMMAND, Path("/runs/mine"), experiment=file)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -73,7 +74,7 @@ def test_a_slurm_script_has_the_options_and_the_setup_of_a_cluster(tmp_path: Pat
     """Options stand before the first command, where sbatch reads them; setup acts on processes."""
     options = ("--qos=high", "--constraint=h100&nvme", "-x bad[1-3]")
     setup = ("export MODULE=loaded", "cd .")
-    text = slurm(replace(job("h100_64"), sbatch=options, setup=setup, image="me/mine:1"))
+    text = slurm(replace(job("h100_64"), sbatch=options, setup=setup))
     lines = text.splitlines()
     commands = [n for n, line in enumerate(lines) if line and not line.startswith("#")]
     for option in options:
@@ -81,26 +82,49 @@ def test_a_slurm_script_has_the_options_and_the_setup_of_a_cluster(tmp_path: Pat
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/bash\nprintf "%s\\n" "$MODULE" "$@"\n')
     srun.chmod(0o755)
-    said = subprocess.run(
-        ["bash", "-c", text], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True,
-        text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    here = Path.cwd()
-    assert said == [
-        "loaded", "--kill-on-bad-exit=1", "--cpu-bind=none", "--container-image=me/mine:1",
-        f"--container-mounts={here}:{here}", f"--container-workdir={here}", "jaxtrain", *COMMAND,
-    ]  # fmt: skip
+
+    def run(text: str) -> subprocess.CompletedProcess[str]:
+        path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.run(
+            ["bash", "-c", text], env=path, capture_output=True, text=True, check=False
+        )
+
+    here, away = Path.cwd(), tmp_path / "away" / "run"
+    in_container = ["--container-image=me/mine:1", f"--container-workdir={here}"]
+    for run_dir, mounts in (
+        (Path("/dev/null/run"), ""),
+        (away, f"{here}:{here},{away}:{away}"),
+        (here / "runs", f"{here}:{here}"),
+    ):
+        image = "me/mine:1" if mounts else ""
+        made = replace(job("h100_64"), setup=setup, image=image, run_dir=run_dir)
+        words = [f"--container-mounts={mounts}", *in_container] if mounts else []
+        done = run(slurm(made).replace(f"mkdir -p {here}", "true"))
+        lines = done.stdout.splitlines()
+        assert done.returncode == 0 and lines[-len(COMMAND) - 1 :] == ["jaxtrain", *COMMAND]
+        first = ["loaded", "--kill-on-bad-exit=1", "--cpu-bind=none"]
+        assert lines[:3] == first and sorted(lines[3 : -len(COMMAND) - 1]) == sorted(words)
+    assert away.is_dir(), "a mount must be there"
+    failed = run(slurm(replace(job("h100_64"), setup=("true; false",))))
+    assert failed.returncode == 2 and not failed.stdout, "it is not begun, nor begun again"
+    with pytest.raises(ValueError, match="pyxis splits mounts"):
+        slurm(replace(made, run_dir=Path("/a,b")))
 
 
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--nodes=2", "has its --nodes from the mesh"),
-        ("-N2", "has its --nodes from the mesh"),
-        ("-n 4", "has its --ntasks from the mesh"),
-        ("--gpus-per-node 4", "has its --gpus-per-node from the mesh"),
-        ("--signal=KILL@9", "has its --signal from the mesh"),
+        ("--nodes=2", "the mesh and the launch say that"),
+        ("-N2", "the mesh and the launch say that"),
+        ("-n 4", "the mesh and the launch say that"),
+        ("--gpus-per-node 4", "the mesh and the launch say that"),
+        ("--signal=KILL@9", "the mesh and the launch say that"),
+        ("--node=4", "the mesh and the launch say that"),
+        ("--array=0-3", "the mesh and the launch say that"),
+        ("--no-requeue", "the mesh and the launch say that"),
+        ("-G4", "the mesh and the launch say that"),
         ("qos=high", "use an option of sbatch"),
+        ("-", "use an option of sbatch"),
         ("--qos=a\nrm -r x", "use an option of sbatch"),
     ],
 )
@@ -135,7 +159,8 @@ def test_a_jobset_has_an_indexed_job_of_one_pod_a_host(mesh: str) -> None:
     assert cache["subPath"] != mounts["/runs/mine"]["subPath"] == "runs/mine"
     assert environ["HOME"] == "/tmp"
     (place,) = (v for k, v in found["metadata"]["annotations"].items() if "jaxtrain" in k)
-    assert place == "experiments/my run.py, from the working directory of the image"
+    assert place == "experiments/my run.py of the image"
+    assert pod["securityContext"] == {"fsGroup": 1000}
     of_memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     assert (of_memory in pod["volumes"]) == (mesh == "h100_64")
     assert {each["name"] for each in pod["volumes"]} == {
@@ -349,3 +374,6 @@ def test_what_check_refuses_is_refused_before_a_job_is_written(
     assert asked[2:] == [["check", file, "--mesh", "h100_64", "--data-elsewhere"]]
     assert cli.main([*pods, "none.py", "--mesh", "h100_64", "--run-dir", "/a"]) == 0
     assert "none.py is not here: it is not checked" in capfd.readouterr().err and len(asked) == 3
+    monkeypatch.setattr(submit, "own_command", lambda *words: ["false", *words])
+    assert cli.main([*slurm, *train]) == cli.REFUSED
+    assert "`jaxtrain check` ended by exit code 1 here" in capfd.readouterr().err

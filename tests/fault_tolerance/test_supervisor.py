@@ -128,6 +128,23 @@ if start == 0:
     assert told.count("[0] begins 1") == told.count("[1] begins 1") == 1
 
 
+def test_what_holds_the_output_of_one_that_ended_holds_nothing_up(supervise) -> None:
+    """A service that a process has begun in a session of its own; the other process hangs, which is
+    found by its deadline."""
+    script = """
+if start == 0:
+    phases.advance(4)
+    if process == 0:
+        subprocess.Popen(["sleep", "90"], start_new_session=True)
+        print("Gloo all-reduce failed: Connection closed by peer", flush=True)
+        os._exit(1)
+    time.sleep(600)
+"""
+    code, told, failures = supervise(script, step=5)
+    assert code == 0 and [(each["kind"], each["process"]) for each in failures] == [("hangs", 1)]
+    assert not any("stood still" in line for line in told)
+
+
 @pytest.mark.parametrize("wrong", [(1,), ()])
 def test_wrong_numbers_are_those_of_whom_they_say(supervise, wrong: tuple[int, ...]) -> None:
     """The first process tells it first, and is not the one."""
