@@ -244,7 +244,7 @@ def _certify(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _traced_quickly() -> Iterator[None]:
-    """Saves a twelfth of the time of work that is little but tracing and compiling: its many small
+    """Saves 6% of the time of work that is little but tracing and compiling: its many small
     objects live on, and are looked through seldom; operations carry no stack of callers
     (experiments/LOG.md, 2026-11-28)."""
     import jax
