@@ -16,6 +16,8 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 
+ROOT = Path(__file__).parents[1]
+
 ELSEWHERE = {
     ".ci": "tests/test_ci.py",
     "README.md": "tests/test_readme.py",
@@ -72,9 +74,6 @@ def imported(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
     return names
-
-
-ROOT = Path(__file__).parents[1]
 
 
 def git(*arguments: str) -> list[str]:

@@ -15,7 +15,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.cli.shared import mesh_of, run_dir_of, seconds_violations, signals_to
+from jaxtrain.cli.shared import (
+    experiment_arguments,
+    mesh_of,
+    run_dir_of,
+    seconds_violations,
+    signals_to,
+)
 from jaxtrain.cli.submit import add_job_options, job_violations, refuse_absent, submit
 from jaxtrain.cluster.exit_codes import FAILED
 from jaxtrain.cluster.join import TLS_FILES, uses_tls
@@ -148,7 +154,7 @@ def _machines(
     if options.machines is None:
         folder = stack.enter_context(temporary_folder("launch"))
         return LocalMachines(slots_of(options.processes, folder, own_command(), os.environ)), folder
-    key = read_key(os.environ)
+    key, is_closed = read_key(os.environ), uses_tls(os.environ)
     address = options.listen or LISTEN
     try:
         agents = Agents(read_address(address, "--listen"), key, tell)
@@ -164,7 +170,7 @@ def _machines(
         f"launch: waits {options.wait:g} s for {options.machines} machines at {host}:{port}; run "
         "jaxtrain agent there"
     )
-    if not uses_tls(os.environ):
+    if not is_closed:
         tell(
             "launch: JAX's coordination service is open to all who reach the machine of process 0, "
             f"unless the machines name {', '.join(TLS_FILES)} (docs/processes.md)"
@@ -182,20 +188,14 @@ def _layouts(
     """
     if not elastic:
         return {count: MachineLayout(count)}
-    arguments = [
+    command = own_command(
         "elastic",
-        train.experiment,
-        "--mesh",
-        train.mesh,
-        "--machines",
-        str(count),
+        *experiment_arguments(train),
+        f"--machines={count}",
         "--json",
-    ]
-    arguments += ["--simulate"] * train.simulate
-    arguments += [part for setting in train.settings for part in ("--set", setting)]
-    completed = subprocess.run(
-        own_command(*arguments), stdout=subprocess.PIPE, check=False, text=True
+        *["--simulate"] * train.simulate,
     )
+    completed = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
     if completed.returncode:
         raise ValueError("the run cannot stand on fewer machines, as said above")
     return read_layouts(json.loads(completed.stdout), mesh_of(train), run_dir / "elastic")

@@ -185,6 +185,14 @@ def progress(options: argparse.Namespace) -> Callable[[str], None]:
     return lambda text: print(text, flush=True, file=text_stream(options))
 
 
+def experiment_arguments(train: argparse.Namespace) -> list[str]:
+    """Returns the arguments by which another command gets the experiment, the mesh and the settings
+    of a `train`."""
+    mesh = ["--mesh", train.mesh] if train.mesh else []
+    settings = (part for setting in train.settings for part in ("--set", setting))
+    return [train.experiment, *mesh, *settings]
+
+
 def seconds_violations(flag: str, seconds: float) -> list[str]:
     """Returns a message for what is no time to wait; `inf` waits for ever."""
     return [] if seconds >= 0 else [f"{flag}={seconds:g}; use a number of seconds, such as 10"]

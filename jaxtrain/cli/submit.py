@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxtrain.cli.shared import mesh_of, run_dir_of
+from jaxtrain.cli.shared import experiment_arguments, mesh_of, run_dir_of
 from jaxtrain.cluster.exit_codes import REFUSED
 from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, Job, job_name, submission
 from jaxtrain.fault_tolerance.supervisor import own_command
@@ -25,6 +25,9 @@ FOR = {
 }
 """Option of a job -> the schedulers that have a use for it."""
 
+SBATCH_EXAMPLES = {"partition": "gpu", "account": "lab", "time": "1-12:00:00"}
+"""Option of sbatch that `launch` has under the same name -> an example of its value."""
+
 NEEDED_BY_KUBERNETES = {
     "image": "the containers' --image, which has jaxtrain in it",
     "claim": "the --claim of a volume that all hosts write to, for the run directory",
@@ -40,7 +43,7 @@ def add_job_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("--image", help=text)
     text = "the claim of a volume that all hosts write to; --k8s mounts it at the run directory"
     launch.add_argument("--claim", help=text)
-    for name, example in (("partition", "gpu"), ("account", "lab"), ("time", "1-12:00:00")):
+    for name, example in SBATCH_EXAMPLES.items():
         launch.add_argument(f"--{name}", help=f"of the job of --slurm, such as {example}")
     text = "a further option of sbatch for --slurm, such as --sbatch=--qos=high; may be repeated"
     launch.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=text)
@@ -96,12 +99,8 @@ def submit(options: argparse.Namespace, train: argparse.Namespace, command: list
 
 
 def _sbatch_options(options: argparse.Namespace) -> tuple[str, ...]:
-    named = (
-        (name, value)
-        for name in ("partition", "account", "time")
-        if (value := getattr(options, name))
-    )
-    return (*(f"--{name}={value}" for name, value in named), *options.sbatch)
+    values = {name: getattr(options, name) for name in SBATCH_EXAMPLES}
+    return (*(f"--{name}={value}" for name, value in values.items() if value), *options.sbatch)
 
 
 def refuse_absent(experiment: str) -> None:
@@ -122,11 +121,9 @@ def _refuse_unfit(options: argparse.Namespace, train: argparse.Namespace) -> Non
     if not Path(train.experiment).is_file():
         print(f"launch: {train.experiment} is not here: it is not checked", file=sys.stderr)
         return
-    arguments = ["check", train.experiment]
-    arguments += ["--mesh", train.mesh] if train.mesh else []
-    arguments += [part for setting in train.settings for part in ("--set", setting)]
-    arguments += ["--data-elsewhere"] if image or options.scheduler == "k8s" else []
-    checked = subprocess.run(own_command(*arguments), stdout=subprocess.DEVNULL, check=False)
+    elsewhere = ["--data-elsewhere"] if image or options.scheduler == "k8s" else []
+    command = own_command("check", *experiment_arguments(train), *elsewhere)
+    checked = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     if checked.returncode == REFUSED:
         raise ValueError(
             "no job is written: `jaxtrain check` refuses the run, as said above; --unchecked "
