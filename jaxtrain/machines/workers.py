@@ -17,8 +17,8 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, ProcessSample, SampleFile
 
 CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
-"""Output of XLA's CPU collectives, from threads that may break a line of ours. Where one writes
-into another's line, the end of its own is left, an empty line."""
+"""Output of XLA's CPU collectives, from threads that may write into one another's lines: what is
+left of such a line follows, its last number or nothing."""
 
 Tell = Callable[[str], None]
 """Prints a line."""
@@ -104,15 +104,15 @@ class Worker:
 
         def lines() -> None:
             assert self._popen.stdout is not None
-            empty = 0
+            unfinished = 0  # lines of collectives, of which an end is still to come
             with self._popen.stdout as output:
                 for line in output:
                     if CHATTER.search(line.rstrip()):
-                        empty += max(line.count(b"[Gloo] Rank") - 1, 0)
-                    elif empty and not line.strip():
-                        empty -= 1
+                        unfinished = max(unfinished + line.count(b"[Gloo] Rank") - 1, 0)
+                    elif unfinished and re.fullmatch(rb"\d*", line.strip()):
+                        unfinished -= 1
                     else:
-                        empty = 0
+                        unfinished = 0
                         text = line.decode(errors="replace").rstrip()
                         self.last_line = text.strip() or self.last_line
                         self.lost_another |= LOST.search(text) is not None

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,14 +108,6 @@ def cluster(folder: Path, nodes: str = ONE) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def ended(folder: Path, job: str) -> Callable[[], bool]:
-    """Returns a function that says whether the node has told the controller of the end of a job's
-    first start: of its script and of the processes that this began."""
-    log = folder / "slurmd.log"
-    said = [f"[{job}.{step}] done with job" for step in ("batch", "0")]
-    return lambda: log.exists() and all(line in log.read_text() for line in said)
 
 
 def _await_socket(path: Path) -> None:

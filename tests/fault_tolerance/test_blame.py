@@ -121,14 +121,17 @@ def test_a_worker_knows_that_it_was_aborted_whatever_it_printed_after(
 
 
 def test_what_collectives_of_a_cpu_print_is_not_passed_on() -> None:
-    """Nor the end of a line of theirs, which another one was written into; empty lines of the
-    process are."""
+    """Nor the end of a line of theirs, which another one was written into; empty lines and
+    numbers of the process are."""
     rank = b"[Gloo] Rank 0 is connected to 1 peer ranks. "
     rank += b"Expected number of connected peer ranks is : 1"
     output = rank + b"\n" + rank + rank + b"\n\n\nfirst\n" + rank + b"\n\nthird\n"
     output += rank + rank + b"\nfourth\n\n"
+    # Written into before its last number, in the midst, and two of them.
+    output += rank[:-1] + rank + b"\n1\n1\n" + rank[:40] + rank + b"\n" + rank[40:] + b"\n2\n"
+    output += rank[:-1] + rank[:-1] + rank + b"\n1\n1\n3\n" + rank + b"\n4\n"
     lines = heard(output)[1]
-    assert lines == ["", "first", "", "third", "fourth", ""]
+    assert lines == ["", "first", "", "third", "fourth", "", "1", "2", "3", "4"]
 
 
 class Ends:
