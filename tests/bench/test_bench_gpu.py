@@ -131,7 +131,10 @@ def test_kernels_are_held_against_the_reference(told: Told) -> None:
     layer.measure(told.setting, "blockwise")
     checked = [row for name, row in told.rows.items() if name.startswith("checked")]
     assert len(checked) == 3 and all(len(row) == 1 + 5 for row in checked)
-    assert all(0 < row[k] < 1e-2 for row in checked for k in row if k != "row")
+    for row in checked:
+        # The log-sum-exp may be equal to the bit: it depends on the processor's instructions.
+        assert 0 <= row["lse_error"] < 1e-2
+        assert all(0 < row[f"{name}_error"] < 1e-2 for name in ("o", "dq", "dk", "dv"))
     timings = [row for name, row in told.rows.items() if name.startswith("layer")]
     assert len(timings) == 2 and all(row["of_peak"] > 0 for row in timings)
 
