@@ -1,8 +1,10 @@
-"""Which tests are run: of slow cases that are alike one in so many, and of all tests a part."""
+"""Which tests are run: of slow cases that are alike one in so many, of all tests a part, and those
+that begin within a time."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,9 @@ def add_option(parser: pytest.Parser) -> None:
         metavar="K/N",
         help="of the tests chosen otherwise, run the Kth of N parts of each folder's",
     )
+    parser.addoption(
+        "--seconds", type=float, metavar="S", help="skip tests that would begin S seconds from now"
+    )
 
 
 def shard(items: list[pytest.Item], which: int, parts: int) -> list[pytest.Item]:
@@ -39,13 +44,14 @@ def shard(items: list[pytest.Item], which: int, parts: int) -> list[pytest.Item]
 
 
 class Selection:
-    """A pytest plugin for `--shard`, and for the mark `sampled(n)`: of a test's cases that are not
-    exhaustive anyway the first and every nth after it stay as they are marked, and so do all
-    default ones; the other slow ones are exhaustive. An n that is odd meets both of two values that
-    take turns."""
+    """A pytest plugin for `--shard`, `--seconds`, and the mark `sampled(n)`: of a test's cases that
+    are not exhaustive anyway the first and every nth after it stay as they are marked, and so do
+    all default ones; the other slow ones are exhaustive. An n that is odd meets both of two values
+    that take turns."""
 
     def __init__(self, config: pytest.Config) -> None:
-        shard = config.getoption("--shard")
+        shard, self._seconds = config.getoption("--shard"), config.getoption("--seconds")
+        self._began = time.monotonic()
         try:
             self._shard = part(shard) if shard else None
         except ValueError as error:
@@ -70,3 +76,8 @@ class Selection:
             chosen = set(mine)
             config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
             items[:] = mine
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if self._seconds is not None and time.monotonic() - self._began >= self._seconds:
+            pytest.skip(f"would begin after the {self._seconds:g} s of --seconds")

@@ -40,17 +40,23 @@ def test_b(n):
 
 def chosen(folder: Path, *arguments: str) -> tuple[list[str], str]:
     """Names of the tests that pytest would run, and what it said."""
+    said = run(folder, "--collect-only", *arguments)
+    lines = said.splitlines()
+    return [x.partition("::test_")[2] for x in lines if "::" in x], said
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """What pytest said."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(TESTS)
     alone = {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-q",
-         "-p", "no:cacheprovider", "--collect-only", *arguments, str(folder)],
+         "-p", "no:cacheprovider", *arguments, str(folder)],
         env={**os.environ, **alone},
         capture_output=True, text=True,
     )  # fmt: skip
-    lines = done.stdout.splitlines()
-    return [x.partition("::test_")[2] for x in lines if "::" in x], done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def test_of_a_tests_slow_cases_every_nth_stays_slow(tmp_path: Path) -> None:
@@ -80,3 +86,10 @@ def test_a_part_that_there_is_not_is_refused(part: str, tmp_path: Path) -> None:
     found, said = chosen(tmp_path, "--shard", part)
     assert not found
     assert f"--shard {part}: a part is K/N with 1 <= K <= N, such as 2/4" in said
+
+
+def test_no_test_begins_after_its_time(tmp_path: Path) -> None:
+    assert "12 passed" in run(tmp_path, "--seconds", "600")
+    late = run(tmp_path, "--seconds", "0", "-rs")
+    assert "12 skipped" in late and "SKIPPED [12]" in late
+    assert "would begin after the 0 s of --seconds" in late

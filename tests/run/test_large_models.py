@@ -130,6 +130,7 @@ def test_the_compiler_says_that_it_fits(name: str, mesh: str) -> None:
 
 
 ONE = "model.layers=1"
+IN_CI = ("llama2_7b", "v5p_16", ONE)
 OF_256 = (ONE, "batch=2048", "microbatches=8")
 BY_HAND = [
     ("llama3_1b", "v5e_16", ONE),
@@ -143,10 +144,16 @@ BY_HAND = [
 ]
 
 
+def test_every_shipped_mesh_of_tpus_is_compiled_for() -> None:
+    meshes = {path.stem: load_mesh(path) for path in (ROOT / "meshes").glob("*.toml")}
+    of_tpus = {name for name, mesh in meshes.items() if mesh.chip.platform == "tpu"}
+    assert {mesh for _, mesh, *_ in (IN_CI, *BY_HAND)} == of_tpus != set()
+
+
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param(("llama2_7b", "v5p_16", ONE), marks=pytest.mark.slow),
+        pytest.param(IN_CI, marks=pytest.mark.slow),
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in BY_HAND),
     ],
     ids=lambda given: " on ".join(given[:2]),
