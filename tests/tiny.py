@@ -181,7 +181,7 @@ def remembered(
     """Certify with references that an earlier test has run."""
     compile_program = certify.program
 
-    def once(experiment: jaxtrain.Experiment, layout: Layout) -> Program:
+    def once(experiment: jaxtrain.Experiment, layout: Layout, *_: Any) -> Program:
         if layout != layout.reference():
             return compile_program(experiment, layout)
         key = (repr(experiment), layout)

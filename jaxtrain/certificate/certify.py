@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.certificate.layouts import Layout, layouts
-from jaxtrain.certificate.outcome import STEPS, Outcome, Program, program
+from jaxtrain.certificate.outcome import STEPS, InitialPrograms, Outcome, Program, program
 from jaxtrain.certificate.routing import Flips, flips
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import Experiment, load_experiment
@@ -265,11 +265,13 @@ def _programs(
         reference = reference_of(layout)
         pending.extend([reference, layout] if references[reference] == number else [layout])
     compiling: deque[Future[Program]] = deque()
+    initial_programs = InitialPrograms()
     with ThreadPoolExecutor(max(ahead, 1)) as pool:
         try:
             while pending or compiling:
                 while pending and len(compiling) <= ahead:
-                    compiling.append(pool.submit(program, experiment, pending.popleft()))
+                    submitted = (experiment, pending.popleft(), initial_programs)
+                    compiling.append(pool.submit(program, *submitted))
                 yield compiling.popleft()
         finally:
             for future in compiling:

@@ -62,11 +62,32 @@ class Program(Protocol):
         ...
 
 
-def program(experiment: Experiment, layout: Layout) -> Program:
+class InitialPrograms:
+    """Compiled programs of initial states: of layouts with the same one, it is compiled once."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+
+    def compile(
+        self, layout: Layout, lowered: jax.stages.Lowered, options: dict[str, Any]
+    ) -> jax.stages.Compiled:
+        chosen = tuple(sorted(options.items()))
+        key = (layout.axes, chosen, lowered.out_tree, lowered.as_text())
+        if key not in self._compiled:
+            self._compiled[key] = lowered.compile(compiler_options=options)
+        return self._compiled[key]
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+
+def program(
+    experiment: Experiment, layout: Layout, initial_programs: InitialPrograms | None = None
+) -> Program:
     """Compiles STEPS steps of the experiment on the layout, and an evaluation; they are not yet
     run. Tokens of the evaluation use the experts of the last step's tokens, whatever their own
-    choice. Raises what assembling, tracing and compiling raise, and ValueError if devices of a CPU
-    may mix up the collectives of a step or an evaluation."""
+    choice. initial_programs: of other layouts of the experiment. Raises what assembling, tracing
+    and compiling raise, and ValueError if devices of a CPU may mix up collectives."""
     e = experiment_on(experiment, layout)
     cache_dir = cache_directory()
     dataset = open_split(e, "train", cache_dir)
@@ -76,9 +97,9 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     by_shape = assembly.batch_shardings(mesh)
     # Compilation takes ten times as long as the run.
     options: dict[str, Any] = assembly.compiler_options | quick_to_compile(mesh.devices.flat[0])
-    initialise = (
-        initial_program(assembly, state_shardings).lower({}).compile(compiler_options=options)
-    )
+    lowered_initial = initial_program(assembly, state_shardings).lower({})
+    programs = InitialPrograms() if initial_programs is None else initial_programs
+    initialise = programs.compile(layout, lowered_initial, options)
     train_step = make_train_step(assembly, mesh, keep_gradients=True)
     lowered = jax.jit(train_step, in_shardings=(state_shardings, by_shape)).lower(
         assembly.abstract, assembly.abstract_batch()
@@ -88,7 +109,6 @@ def program(experiment: Experiment, layout: Layout) -> Program:
     evaluate.compile(state_shardings, options)
     _refuse_unordered(mesh, step, evaluate.program)
     placed, rows = assembly.placed(dataset, mesh, e.microbatches), row_numbers(e.batch)
-
     replays, buffers = Replays(assembly, state_shardings), assembly.buffers
 
     def run(given_routing: list[StepRouting] | None = None) -> Outcome:

@@ -160,7 +160,7 @@ def test_a_mistake_that_losses_do_not_show_is_seen(
     mistake, optimizer, failing = MISTAKES[name]
     right = certify.program
 
-    def program(experiment: jaxtrain.Experiment, layout: Layout) -> Program:
+    def program(experiment: jaxtrain.Experiment, layout: Layout, *_: Any) -> Program:
         if layout == layout.reference():
             return right(experiment, layout)
 
@@ -206,7 +206,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], Iterator[Any]
     )
 
     def start(change: Change) -> Iterator[Any]:
-        def program(experiment: Any, layout: Layout) -> Program:
+        def program(experiment: Any, layout: Layout, *_: Any) -> Program:
             right = layout == layout.reference()
             return lambda *given: outcome if right else change(outcome, layout)
 
@@ -358,7 +358,7 @@ def test_programs_are_compiled_while_one_runs_and_run_one_at_a_time(
     make, running, compiled = certify.program, threading.Lock(), []
     ran: list[tuple[Layout, int]] = []
 
-    def program(experiment: Any, layout: Layout) -> Program:
+    def program(experiment: Any, layout: Layout, *_: Any) -> Program:
         compiled.append(layout)
         run = make(experiment, layout)
 

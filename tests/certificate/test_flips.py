@@ -75,7 +75,7 @@ def test_a_flip_of_a_small_margin_is_replayed_and_one_of_a_large_margin_fails_by
     right, logits_of = certify.program, moe_layer.router_logits
     more = {SMALL.reference(): (-1e-6, -1e-4), SMALL: (1e-6, -1e-4), LARGE: (-1e-6, 1e-4)}
 
-    def compiled(experiment: Any, layout: Layout) -> Program:
+    def compiled(experiment: Any, layout: Layout, *_: Any) -> Program:
         def router_logits(x: Any, router: Any) -> jax.Array:
             left = logits_of(x, router)[:, ::2]
             pairs = jnp.stack([left, left + jnp.asarray(more[layout])[None]], axis=-1)
