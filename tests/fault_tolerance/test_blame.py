@@ -130,8 +130,9 @@ def test_what_collectives_of_a_cpu_print_is_not_passed_on() -> None:
     # Written into before its last number, in the midst, and two of them.
     output += rank[:-1] + rank + b"\n1\n1\n" + rank[:40] + rank + b"\n" + rank[40:] + b"\n2\n"
     output += rank[:-1] + rank[:-1] + rank + b"\n1\n1\n3\n" + rank + b"\n4\n"
+    output += rank[:40] + rank[:-1] + rank + b"\n" + rank[40:] + b"\n1\n5\n"
     lines = heard(output)[1]
-    assert lines == ["", "first", "", "third", "fourth", "", "1", "2", "3", "4"]
+    assert lines == ["", "first", "", "third", "fourth", "", "1", "2", "3", "4", "5"]
 
 
 class Ends:
