@@ -77,9 +77,6 @@ class InitialPrograms:
             self._compiled[key] = lowered.compile(compiler_options=options)
         return self._compiled[key]
 
-    def __len__(self) -> int:
-        return len(self._compiled)
-
 
 def program(
     experiment: Experiment, layout: Layout, initial_programs: InitialPrograms | None = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import pytest
 
 import jaxtrain
 from jaxtrain.certificate import certify
 from jaxtrain.certificate.layouts import Layout
-from jaxtrain.certificate.outcome import InitialPrograms, Program
+from jaxtrain.certificate.outcome import InitialPrograms
+from jaxtrain.mesh.compiler_options import quick_to_compile
 
 PAIR = Layout((("data", 2),), microbatches=1)
 
@@ -46,16 +48,17 @@ def test_an_initial_state_is_compiled_once_where_nothing_of_it_differs() -> None
 def test_layouts_of_a_certificate_share_initial_states(
     decoder: jaxtrain.Experiment, monkeypatch: pytest.MonkeyPatch, fresh_programs: None
 ) -> None:
-    shared: list[InitialPrograms] = []
-    right = certify.program
+    quick_to_compile(jax.devices()[0])  # compiles too, the first time
+    compiled: list[int] = []
+    compile = jax.stages.Lowered.compile
 
-    def program(experiment: Any, layout: Layout, programs: InitialPrograms) -> Program:
-        shared.append(programs)
-        return right(experiment, layout, programs)
+    def counted(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
+        compiled.append(1)
+        return compile(lowered, **options)
 
-    monkeypatch.setattr(certify, "program", program)
+    monkeypatch.setattr("os.cpu_count", lambda: 0)  # one after the other
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counted)
     two = [PAIR, PAIR._replace(precision="bf16")]
     monkeypatch.setattr(certify, "layouts", lambda devices, which, **_: (two, 2))
     assert all(difference.passed for difference, _ in certify.certify(decoder, devices=2))
-    assert len(shared) == 4 and len({*map(id, shared)}) == 1
-    assert len(shared[0]) < 4
+    assert len(compiled) == 2 * 4 + 2, "a step and an evaluation each, two initial states"
