@@ -58,6 +58,7 @@ class ExpertExchange:
     """Tokens sent to the devices of their experts, and results sent back.
 
     experts, per_token, routing_group, rows_of_group, sums_loads: as in `ExpertCall`.
+    router, matrices, shared: names of the matrices of router, each expert and the shared expert.
     """
 
     experts: int
@@ -65,6 +66,9 @@ class ExpertExchange:
     routing_group: int | None
     rows_of_group: int | None
     sums_loads: bool
+    router: str
+    matrices: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
 
 Communication = Gather | Scatter | Sum | HeadExchange | KeyGather | ExpertExchange

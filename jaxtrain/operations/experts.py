@@ -44,7 +44,6 @@ class ExpertCall(Operation):
         each_expert = Tensors(self.experts, of_experts=True)
         hidden = each_expert._replace(count=self.experts * (len(self.weights) - 1))
         scales = Scales((each_expert, each_expert), (each_expert, hidden))
-        routing = (self.experts, self.per_token, self.routing_group, self.rows_of_group)
         return [
             Node(inputs=(entry,), collective=Gather(width), input_collective=Scatter(width)),
             Node(inputs=(gathered,), products=(Multiplication(self.router),), saved_as="product"),
@@ -58,7 +57,16 @@ class ExpertCall(Operation):
                 ),
                 input_reads=read,
                 leaf_reads=read,
-                collective=ExpertExchange(*routing, self.sums_loads),
+                collective=ExpertExchange(
+                    self.experts,
+                    self.per_token,
+                    self.routing_group,
+                    self.rows_of_group,
+                    self.sums_loads,
+                    self.router.leaf,
+                    tuple(weight.leaf for weight in self.weights),
+                    tuple(weight.leaf for weight in self.shared),
+                ),
                 scales=scales if narrow else Scales(),
             ),
             Node(inputs=(results,), collective=Scatter(width), input_collective=Gather(width)),

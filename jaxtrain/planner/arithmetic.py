@@ -32,8 +32,8 @@ from jaxtrain.operations.attention import AttentionCall
 from jaxtrain.operations.block import attention_of, mixture_of, mixtures
 from jaxtrain.operations.experts import ExpertCall
 from jaxtrain.operations.operation import Operation
+from jaxtrain.operations.recompute import outputs_again
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
-from jaxtrain.planner.backward_work import outputs_again
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import asked_of, calls, expert_chunks, kernel_of, local_rows
 
@@ -83,8 +83,8 @@ def opaque_flops(assembly: Assembly) -> float:
     microbatches = assembly.experiment.microbatches
     stages = ways(assembly.roles.layers, assembly.sizes)
     for call, forward in _opaque_calls(assembly):
-        if mixture_of(call) is not None:
-            times = 3 + (remat != "none")
+        if (mixture := mixture_of(call)) is not None:
+            times = 3 + (remat != "none" or expert_chunks(assembly, mixture) > 1)
         else:
             times = 1 + (remat in ("full", "dots")) + 2.5
         total += forward * microbatches * times / stages

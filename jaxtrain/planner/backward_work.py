@@ -11,11 +11,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
-from jaxtrain.operations.block import Block, chain
-from jaxtrain.operations.collectives import Communication, ExpertExchange, Gather
+from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK, named_by
+from jaxtrain.operations.block import chain
+from jaxtrain.operations.collectives import Communication, ExpertExchange
 from jaxtrain.operations.node import Node, Tensors
+from jaxtrain.operations.recompute import (
+    collectives_of,
+    gathered_for_weights,
+    made_again,
+    made_again_for_others,
+)
 from jaxtrain.planner.facts import StepFacts
+
+
+class MixtureWork(NamedTuple):
+    """Backward work of a mixture whose experts are on several devices.
+
+    tokens: the gradients of its input are needed; rows: those of what experts give for rows;
+    shares: those of each choice's share in a token's output; any: one of these, or of its leaves.
+    again: it is computed again, for outputs or for its own gradients. outputs: recomputed values
+    are made from its outputs.
+    """
+
+    exchange: ExpertExchange
+    tokens: bool
+    rows: bool
+    shares: bool
+    any: bool
+    again: bool
+    outputs: bool
 
 
 class BackwardWork(NamedTuple):
@@ -24,23 +48,21 @@ class BackwardWork(NamedTuple):
     gradients: collectives of the gradients of nodes' inputs; leaf_gradients: of their leaves.
     again: collectives of the forward pass, repeated. products_again: likewise, those that give
       products their inputs, which only the gradients of weights read if the products are saved.
-    weights: True if any matrix is read. recomputed: numbers in the chain of recomputed values.
+    read: names of the leaves that are read. recomputed: numbers in the chain of recomputed values.
     maxima: in 8 bits, for each product of how many gradients the maximum magnitudes are taken
       together. maxima_again: the same of recomputed inputs.
-    exchanges: of mixtures that are differentiated, and whether by their input. outputs_again: of
-      mixtures whose outputs recomputed values are made from.
+    mixtures: work of each mixture.
     """
 
     gradients: tuple[Communication, ...] = ()
     leaf_gradients: tuple[Communication, ...] = ()
     again: tuple[Communication, ...] = ()
     products_again: tuple[Communication, ...] = ()
-    weights: bool = False
+    read: frozenset[str] = frozenset()
     recomputed: frozenset[int] = frozenset()
     maxima: tuple[Tensors, ...] = ()
     maxima_again: tuple[Tensors, ...] = ()
-    exchanges: tuple[tuple[ExpertExchange, bool], ...] = ()
-    outputs_again: tuple[ExpertExchange, ...] = ()
+    mixtures: tuple[MixtureWork, ...] = ()
 
 
 def works(facts: StepFacts) -> dict[str, list[tuple[BackwardWork, int]]]:
@@ -72,12 +94,18 @@ def stack_works(facts: StepFacts, turns: int, *, below: bool) -> list[tuple[Back
     return [(body_work(facts, period, below=below), 1), (above, turns - 1)]
 
 
-def fetched_again(facts: StepFacts, turn_works: list[tuple[BackwardWork, int]]) -> int:
-    """Returns how often the backward pass of a stack gathers a layer's weights."""
-    turns = sum(n for _, n in turn_works)
-    without = sum(n for work, n in turn_works if not work.weights)
-    fetched = facts.loop.fetched_again(turns)
-    return 0 if without == turns else max(fetched - without, 0)
+def fetched_again(
+    facts: StepFacts, turn_works: list[tuple[BackwardWork, int]]
+) -> list[tuple[frozenset[str], int]]:
+    """Returns the leaves of a layer that the backward pass of a stack reads, and how often it
+    gathers them. turn_works: from the first turn on; the last turns' weights may be kept."""
+    remaining = facts.loop.fetched_again(sum(n for _, n in turn_works))
+    fetched = []
+    for number, (work, turns) in enumerate(turn_works, start=1):
+        count = remaining if number == len(turn_works) else min(turns, remaining)
+        remaining -= count
+        fetched += [(work.read, count)] if work.read and count else []
+    return fetched
 
 
 def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> BackwardWork:
@@ -89,114 +117,84 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
     gradients: list[Communication] = []
     leaf_gradients: list[Communication] = []
     maxima: list[Tensors] = []
-    exchanges: list[tuple[ExpertExchange, bool]] = []
-    weights = False
-    for number, node in enumerate(nodes[1:], start=1):
+    read: set[str] = set()
+    for node in nodes[1:]:
         path = paths[node.block]
         flow = any(flows[source] for source in node.inputs)
-        own = _trains(facts, path, node.leaves, ("", ADAPTER_A, ADAPTER_B))
+        own = _trains(facts, path, node.leaves)
         flows.append(flow or own)
         reads.append({*(node.input_reads if flow else ()), *(node.leaf_reads if own else ())})
         gradients += [node.input_collective] if flow and node.input_collective is not None else []
         leaf_gradients += [node.leaf_collective] if own and node.leaf_collective is not None else []
         maxima += node.scales.gradients if flow or own else ()
-        exchanges += [(node.exchange, flow)] if (flow or own) and node.exchange is not None else []
-        # The gradient of an expert's weight reads the expert's other weights; that of an adapter's
-        # matrix A reads B.
-        own_matrices = own and number in node.leaf_reads
-        own_matrices |= _trains(facts, path, (w.leaf for w, _ in node.products), (ADAPTER_A,))
-        weights |= bool(node.products) and (flow or own_matrices)
+        read |= _leaves_read(facts, path, node, flow)
     again = sorted(made_again(nodes, set().union(*reads), facts.loop.remat))
-    products_again = [n for n in again if _for_weights(nodes, n)]
-    outputs = _outputs_again(nodes, reads, facts.loop.remat)
+    for number in again:
+        read |= _leaves(facts, paths[nodes[number].block], nodes[number])
+    products_again = [n for n in again if gathered_for_weights(nodes, n)]
     return BackwardWork(
         tuple(gradients),
         tuple(leaf_gradients),
         collectives_of(nodes, (n for n in again if n not in products_again)),
         collectives_of(nodes, products_again),
-        weights or any(nodes[n].products for n in again),
+        frozenset(read),
         frozenset(again),
         tuple(maxima),
         tuple(tensors for n in again for tensors in nodes[n].scales.inputs),
-        tuple(exchanges),
-        tuple(exchange for exchange, again in outputs if again),
+        _mixtures(facts, paths, nodes, flows, reads),
     )
 
 
-def collectives_of(nodes: Sequence[Node], numbers: Iterable[int]) -> tuple[Communication, ...]:
-    """Returns the collectives of the forward pass in the nodes with these numbers."""
-    collectives = (nodes[number].collective for number in numbers)
-    return tuple(collective for collective in collectives if collective is not None)
+def _leaves_read(facts: StepFacts, path: str, node: Node, flow: bool) -> set[str]:
+    """Returns the leaves that the gradients of a node read. flow: that of its input is needed."""
+    leaves = _leaves(facts, path, node)
+    trained = {name for name in leaves if facts.trains(name)}
+    # Chunks are computed again, whatever is trained of them.
+    in_chunks = node.exchange is not None and facts.expert_chunks(node.exchange.routing_group) > 1
+    if (flow and (node.products or node.input_reads)) or (trained and in_chunks):
+        return leaves
+    # The gradient of an adapter's matrix A reads B, that of an expert's first matrices its last.
+    adapters = [name for name in trained if name.endswith(ADAPTER_A)]
+    read = {name.removesuffix(ADAPTER_A) + ADAPTER_B for name in adapters}
+    if node.exchange is not None:
+        for *others, last in filter(None, (node.exchange.matrices, node.exchange.shared)):
+            read |= {path + last} if _trains(facts, path, others) else set()
+    return read & {*facts.leaves}
 
 
-def _for_weights(nodes: Sequence[Node], number: int) -> bool:
-    """Returns True for a gather that W repeats, and whose output none but its products reads."""
-    node = nodes[number]
-    if node.deferred_gather is None or not isinstance(node.collective, Gather):
-        return False
-    readers = (n for n in nodes if number in (*n.inputs, *n.input_reads, *n.leaf_reads))
-    return all(reader.deferred for reader in readers)
+def _leaves(facts: StepFacts, path: str, node: Node) -> set[str]:
+    """Returns the names of a node's leaves, with those of adapters."""
+    names = (*node.leaves, *(weight.leaf for weight, _ in node.products))
+    return {leaf for leaf in facts.leaves if named_by(leaf, _with_adapters(path, names))}
 
 
-def made_again(nodes: Sequence[Node], read: Iterable[int], remat: str) -> set[int]:
-    """Returns the values read but not saved, and those from which they are recomputed."""
-    recomputed: set[int] = set()
-    pending = list(read)
-    while pending:
-        number = pending.pop()
-        node = nodes[number]
-        if number not in recomputed and node.inputs and not node.is_saved(remat):
-            recomputed.add(number)
-            pending += node.inputs
-    return recomputed
+def _mixtures(
+    facts: StepFacts,
+    paths: Sequence[str],
+    nodes: Sequence[Node],
+    flows: Sequence[bool],
+    reads: Sequence[set[int]],
+) -> tuple[MixtureWork, ...]:
+    """Returns the work of each mixture of a chain. flows, reads: for each value, whether a gradient
+    flows down to it, and the values that its gradients read."""
+    again = made_again(nodes, set().union(*reads), facts.loop.remat)
+    outputs = made_again_for_others(nodes, reads, facts.loop.remat)
+    works = []
+    for number, node in enumerate(nodes):
+        if (exchange := node.exchange) is None:
+            continue
+        path, tokens = paths[node.block], any(flows[source] for source in node.inputs)
+        rows = tokens or _trains(facts, path, exchange.matrices)
+        shares = tokens or _trains(facts, path, (exchange.router,))
+        needed = (tokens, rows, shares, flows[number])
+        works.append(MixtureWork(exchange, *needed, number in again, number in outputs))
+    return tuple(works)
 
 
-def outputs_again(blocks: tuple[Block, ...], remat: str) -> list[bool]:
-    """Returns for each mixture of a body, all of it trained, whether recomputed values are made
-    from its outputs."""
-    nodes = chain(blocks)
-    reads = [{*node.input_reads, *node.leaf_reads} for node in nodes]
-    return [again for _, again in _outputs_again(nodes, reads, remat)]
-
-
-def _outputs_again(
-    nodes: Sequence[Node], reads: Sequence[set[int]], remat: str
-) -> list[tuple[ExpertExchange, bool]]:
-    """Returns each mixture's exchange, and whether recomputed values are made from its outputs. It
-    reads its own for its gradients, which is no reason. reads: the values that the gradients of
-    each node read."""
-    by_others = set().union(*(read - {number} for number, read in enumerate(reads)))
-    again = made_again(nodes, by_others, remat)
-    exchanges = ((number, node.exchange) for number, node in enumerate(nodes))
-    return [(exchange, number in again) for number, exchange in exchanges if exchange is not None]
-
-
-def needed_for_saved(
-    blocks: tuple[Block, ...], remat: str, *, split: bool = False, narrow: bool = False
-) -> frozenset[int]:
-    """Returns the numbers of the values that compute what the backward pass of a body of blocks
-    reads and the policy saves. If the body's output is not used, later values are not computed.
-
-    split: the inputs of products are saved for W, in their form before the gather. narrow: products
-      are in 8 bits.
-    """
-    nodes = chain(blocks, narrow)
-    read = {n for node in nodes for n in (*node.input_reads, *node.leaf_reads)}
-    again = made_again(nodes, read, remat)
-    read |= {source for number in again for source in nodes[number].inputs}
-    pending = {number for number in read if nodes[number].is_saved(remat)}
-    if split:
-        inputs = (node.inputs[0] for node in nodes if node.deferred)
-        pending |= {n if nodes[n].deferred_gather is None else nodes[n].inputs[0] for n in inputs}
-    needed: set[int] = set()
-    while pending:
-        number = pending.pop()
-        if number not in needed and nodes[number].inputs:
-            needed.add(number)
-            pending.update(nodes[number].inputs)
-    return frozenset(needed)
-
-
-def _trains(facts: StepFacts, path: str, names: Iterable[str], ends: tuple[str, ...]) -> bool:
+def _trains(facts: StepFacts, path: str, names: Iterable[str]) -> bool:
     """Returns True if a leaf of the block at `path` is trained, or its adapter's matrix."""
-    return facts.trains(*(path + name + end for name in names for end in ends))
+    return facts.trains(*_with_adapters(path, names))
+
+
+def _with_adapters(path: str, names: Iterable[str]) -> list[str]:
+    return [path + name + end for name in names for end in ("", ADAPTER_A, ADAPTER_B)]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxtrain.mesh.roles import Roles
 from jaxtrain.models.description import ModelDescription
+from jaxtrain.moe.room import chunk_count
 
 Dims = tuple[tuple[str, ...], ...]
 """For each dim of a tensor the mesh axes it is split over, major first."""
@@ -215,6 +216,10 @@ class StepFacts:
     def narrow(self) -> bool:
         """True if layers multiply in 8 bits."""
         return self.scaling is not None
+
+    def expert_chunks(self, routing_group: int | None) -> int:
+        """Returns the number of chunks that a mixture with that field computes one by one."""
+        return chunk_count(self.tokens, self.loop.expert_chunk, routing_group)
 
     def trains(self, *prefixes: str) -> bool:
         """Returns True if any leaf that matches a prefix is trained

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Set
 from jaxtrain.mesh.roles import Roles
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
 from jaxtrain.operations.block import Block, chain, deferred_matrices, expand, matrices
+from jaxtrain.operations.recompute import needed_for_saved
 from jaxtrain.planner import token_traffic as tokens
-from jaxtrain.planner.backward_work import body_work, fetched_again, needed_for_saved, stack_works
+from jaxtrain.planner.backward_work import body_work, fetched_again, stack_works
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
 from jaxtrain.planner.sent import Sent, collective_traffic, times, ways
 from jaxtrain.planner.weight_traffic import (
@@ -127,7 +128,7 @@ def _outside_backward(facts: StepFacts, wide: Roles, paths: Iterable[str]) -> It
     for path in paths:
         work = body_work(facts, [path], below=True)
         yield from tokens.backward(facts, wide, work)
-        if work.weights and facts.loop.remat != "none":
+        if work.read and facts.loop.remat != "none":
             yield from _maxima(facts, [path])
 
 
@@ -163,9 +164,8 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
     for work, turns in turn_works:
         work = work if again else work._replace(products_again=())
         yield from times(tokens.backward(facts, roles, work), turns)
-    yield from _weight_gathers(
-        facts, p, "weights of a layer, backward", fetched_again(facts, turn_works)
-    )
+    for read, count in fetched_again(facts, turn_works):
+        yield from _weight_gathers(facts, p, "weights of a layer, backward", count, read)
     blocks, _ = _stack_and_outside(facts)
     yield from _weight_gradients(facts, p, _made_before(facts, blocks) if p.weight else blocks)
 

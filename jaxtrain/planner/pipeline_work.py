@@ -16,7 +16,8 @@ from typing import NamedTuple
 from jaxtrain.operations.block import Block, chain
 from jaxtrain.operations.collectives import HeadExchange
 from jaxtrain.operations.node import Node
-from jaxtrain.planner.backward_work import body_work, needed_for_saved, stack_works
+from jaxtrain.operations.recompute import needed_for_saved
+from jaxtrain.planner.backward_work import body_work, stack_works
 from jaxtrain.planner.facts import FlopFacts, PipelineFacts, StepFacts
 from jaxtrain.planner.pipeline_traffic import run_again
 from jaxtrain.planner.sent import Sent

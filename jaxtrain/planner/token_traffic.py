@@ -15,9 +15,10 @@ from jaxtrain.mesh.roles import Roles
 from jaxtrain.operations.block import Block, chain
 from jaxtrain.operations.collectives import Communication, Gather, Scatter, Sum
 from jaxtrain.operations.node import Node, Tensors
+from jaxtrain.operations.recompute import collectives_of
 from jaxtrain.planner import context_traffic as context
 from jaxtrain.planner import expert_traffic as experts
-from jaxtrain.planner.backward_work import BackwardWork, collectives_of
+from jaxtrain.planner.backward_work import BackwardWork
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.sent import Sent, collective_traffic, times, ways
 
@@ -121,9 +122,8 @@ def backward(facts: StepFacts, roles: Roles, work: BackwardWork) -> Iterator[Sen
     yield from head_sums(facts, "squares over heads, backward", roles, sums)
     yield from context.backward(facts, roles, work.gradients)
     yield from _forward(facts, roles, (*work.products_again, *work.again), ", again")
-    for exchange, flow in work.exchanges:
-        yield from experts.backward(facts, exchange, flow=flow)
-    yield from experts.again(facts, work.again, work.outputs_again)
+    for mixture in work.mixtures:
+        yield from experts.backward(facts, mixture)
 
 
 def _by_kind(collectives: Iterable[Communication]) -> tuple[list[Gather], list[Scatter], list[Sum]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Set
-from dataclasses import replace
 
 from jaxtrain.models.description import STACK, named_by
 from jaxtrain.planner import token_traffic as tokens
@@ -59,15 +58,16 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
         turns = model.periods if stacked else 1
         leaves = {k: v for k, v in facts.leaves.items() if named_by(k, (prefix,))}
         name = prefix.rstrip(".")
-        gathered = fetches(facts, f"weights of {name}", leaves, layers=turns)
-        yield from times(gathered, turns)
+        line = f"weights of {name}"
+        yield from times(fetches(facts, line, leaves, layers=turns), turns)
         if stacked:
-            turns_again = fetched_again(facts, backward[prefix])
+            again = fetched_again(facts, backward[prefix])
         else:
-            read = any(work.weights for work, _ in backward.get(prefix, []))
-            turns_again = int(facts.loop.remat != "none" and read)
-        repeated = [replace(sent, why=f"{sent.why}, again") for sent in gathered]
-        yield from times(repeated, turns_again)
+            computed_again = int(facts.loop.remat != "none")
+            again = [(work.read, computed_again) for work, _ in backward.get(prefix, [])]
+        for read, count in again:
+            repeated = fetches(facts, f"{line}, again", leaves, layers=turns, read=read)
+            yield from times(repeated, count)
         if facts.sharded:
             scattered = scatters(facts, f"weight gradients of {name}", leaves, layers=turns)
             yield from times(scattered, turns)

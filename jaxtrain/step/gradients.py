@@ -91,9 +91,10 @@ def accumulate(
         sums, grads = jax.tree.map(jnp.add, (carry.sums, carry.grads), tuple(added))
         return carry._replace(sums=sums, grads=grads, model_state=model_state), None
 
-    shapes = jax.eval_shape(lambda: one(model_state, (0, first)))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
-    sums, grads = types(zeros)
+    # A gradient has its parameter's shape: without a backward pass, half of the tracing is spared.
+    sums, _ = jax.eval_shape(lambda: loss(params, model_state, first, jax.random.fold_in(key, 0)))
+    shapes = sums, jax.eval_shape(lambda: reduce_microbatch(moved))
+    sums, grads = types(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
     start = Gradients(sums, grads, model_state)
     return lax.scan(step, start, (jnp.arange(microbatches), batch))[0]
 

@@ -138,7 +138,8 @@ def test_a_kernel_has_at_least_the_flops_of_one_forward_call() -> None:
     chunked = assembled(
         {"data": 2}, experts=4, grouped_matmul=Megablox(interpret=True), expert_chunk=8
     )
-    chunks, made = expert_chunks(chunked, call_of(chunked)), opaque_flops(chunked) / 3
+    # Chunks are computed again, though everything is saved.
+    chunks, made = expert_chunks(chunked, call_of(chunked)), opaque_flops(chunked) / 4
     assert chunks > 1
     each = made / e.model.layers / e.microbatches / chunks / 3
     assert least_kernel_flops(chunked) == pytest.approx(each)

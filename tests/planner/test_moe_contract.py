@@ -100,6 +100,25 @@ ADAPTERS = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, 4.0))
 OF_EXPERTS = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, 4.0, targets=("*.mlp.*",)))
 OF_ROUTERS = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, 4.0, targets=("*.mlp.router",)))
 
+
+def of_part(
+    name: str,
+    loop: str,
+    tuning: jaxtrain.FineTuning,
+    marks: Any = pytest.mark.exhaustive,
+    **fields: Any,
+) -> Any:
+    """Trains a part of each mixture; the first layer needs fewer gradients than the second."""
+    fields |= {"mixture": BALANCED, "given": {"fine_tuning": tuning}, "layers": 2}
+    return pytest.param(Layout(APART, loop=loop), fields, id=f"{name} alone, {loop}", marks=marks)
+
+
+def trained(*names: str) -> jaxtrain.FineTuning:
+    return jaxtrain.FineTuning(trainable=names)
+
+
+UP, DOWN, SHARED = trained("*.mlp.up"), trained("*.mlp.down"), trained("*.mlp.shared.up")
+
 CASES = [
     # B runs the layer again for attention's results alone: the gather of experts' weights is gone.
     slow("experts that are not read again", staged("1F1B", 2, axes=STAGED_GATHERED)),
@@ -148,6 +167,18 @@ CASES = [
         mixture=BALANCED,
     ),
     by_hand("apart, Muon", Layout(APART, loop=DOTS), given={"optimizer": jaxtrain.Muon(0.1)}),
+    of_part("experts' up", FULL, UP, ()),  # no result comes back again
+    of_part("shared", FULL, SHARED, ()),  # no row is sent again
+    of_part("routers", ALL, ROUTERS, ()),  # no weight is gathered again
+    of_part("routers in chunks", ALL, ROUTERS, pytest.mark.slow, chunk=16),
+    of_part("experts' up in chunks", FULL, UP, pytest.mark.slow, chunk=16),
+    of_part("shared in chunks", FULL, SHARED, chunk=16),
+    of_part("experts' down", ALL, DOWN),
+    of_part("experts' down", FULL, DOWN),
+    of_part("experts' up", ALL, UP),
+    of_part("norms", ALL, trained("*.mlp_norm.scale")),
+    of_part("adapters of experts", FULL, OF_EXPERTS),
+    of_part("adapters of routers", ALL, OF_ROUTERS),
     slow("zero bubble", staged("zero bubble", 2)),
     slow("zero bubble, nothing saved", staged("zero bubble", 2, FULL), period=(0, 1), layers=4),
     by_hand("everything saved", Layout(CUBE)),
