@@ -27,8 +27,8 @@ from jaxtrain.pipeline.slots import SlotTables, training
 from jaxtrain.pipeline.tick import At, Carry, OnDevice, Trees
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.communicators import explicit_communicator
+from jaxtrain.step.mean_gradients import make_reduction
 from jaxtrain.step.pipeline import executor_of, on_device
-from jaxtrain.step.train_step import make_reduction
 
 FILL = 1.0
 """Value of buffers, not zero: arithmetic on zeros may be skipped."""

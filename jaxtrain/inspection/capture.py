@@ -14,17 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.compression.sums import Choice
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.inspection.opened import mesh_spec, stored_model
 from jaxtrain.inspection.score import data_of_rows
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.models.buffers import without_buffers
-from jaxtrain.models.routers import with_seed
 from jaxtrain.nn.communicator import Local
 from jaxtrain.session.rows import open_split
 from jaxtrain.step.layer_order import AtRest, params_in_natural_order
-from jaxtrain.step.train_step import make_gradients
+from jaxtrain.step.mean_gradients import make_mean_gradients
+from jaxtrain.step.state import TrainState
 
 Activations = dict[str, jax.Array]
 Batch = dict[str, jax.Array]
@@ -133,18 +131,13 @@ def gradients(
     assembly, devices = stored.on(spec, dataset)
     state = stored.state(AtRest(assembly, devices))
     batch = assembly.placed(dataset, devices, microbatches).rows(np.arange(len(data)))
-    sums = make_gradients(assembly, devices, Choice())
+    mean_gradients = make_mean_gradients(assembly, devices)
     key = jax.random.key(stored.experiment.seed)
 
     @jax.jit
-    def mean(params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
+    def mean(state: TrainState, batch: Any) -> dict[str, jax.Array]:
         scale = jnp.float32(1.0 / assembly.tokens_power_of_two(batch))  # of a mean, as in training
-        seeded = with_seed(params, assembly.buffers.tallies, scale)
-        summed = sums(seeded, model_state, batch, key, scale, {})
-        trained = without_buffers(summed.grads, assembly.buffers)
-        trained = {
-            name: gradient / (summed.sums.count * scale) for name, gradient in trained.items()
-        }
-        return params_in_natural_order(assembly, trained)
+        gradients = mean_gradients(state, batch, scale, key)
+        return params_in_natural_order(assembly, gradients.grads)
 
-    return assembly.with_matmul_precision(mean)(state.params, state.rest, batch)
+    return assembly.with_matmul_precision(mean)(state, batch)

@@ -23,8 +23,8 @@ from jaxtrain.state_format.manifest import Manifest
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import AtRest
+from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.state import TrainState
-from jaxtrain.step.train_step import trace_loss
 from jaxtrain.tokenizers import HuggingFaceVocabulary, Vocabulary, open_tokenizer
 from jaxtrain.weights import loading
 from jaxtrain.weights.start import manifest_of, uses_averages

@@ -56,10 +56,10 @@ def add_tallies(model: nnx.Module, description: ModelDescription) -> None:
         setattr(module, last + TALLY, leaf)
 
 
-def with_seed(params: Arrays, tallies: Set[str], seed: jax.Array) -> dict[str, jax.Array]:
-    """Returns the parameters, with `tallies` set to the loss's factor before differentiation."""
+def with_grad_scale(params: Arrays, tallies: Set[str], scale: jax.Array) -> dict[str, jax.Array]:
+    """Returns the parameters, with `tallies` set to the factor of the differentiated loss."""
     return {
-        k: jnp.broadcast_to(seed, v.shape).astype(v.dtype) if k in tallies else v
+        k: jnp.broadcast_to(scale, v.shape).astype(v.dtype) if k in tallies else v
         for k, v in params.items()
     }
 

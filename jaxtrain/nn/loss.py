@@ -51,12 +51,12 @@ class HeadConfig:
 
 class LossSums(NamedTuple):
     """Sums over the rows of a device, fp32 scalars. loss: sum of the losses. count: divisor at the
-    end of the step. beside: further sums by name, divided by the same count and logged, such as the
+    end of the step. others: further sums by name, divided by the same count and logged, such as the
     number of correct predictions."""
 
     loss: jax.Array
     count: jax.Array
-    beside: dict[str, jax.Array] = {}  # noqa: RUF012 (never changed)
+    others: dict[str, jax.Array] = {}  # noqa: RUF012 (never changed)
 
 
 Sums = tuple[Float32[Array, "..."], Float32[Array, "vocab embed"] | None]
@@ -78,10 +78,10 @@ class Residuals(NamedTuple):
 
 def refuse_other_sums(names: Collection[str], sums: LossSums) -> None:
     """Raises ValueError if the sums beside a model's loss are not the declared `names`."""
-    if set(sums.beside) != set(names):
+    if set(sums.others) != set(names):
         raise ValueError(
             f"model.describe() says sums={names}, and the loss returned "
-            f"{tuple(sorted(sums.beside))} beside it; name the same in both"
+            f"{tuple(sorted(sums.others))} beside it; name the same in both"
         )
 
 

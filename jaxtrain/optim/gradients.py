@@ -11,12 +11,15 @@ from jaxtyping import Array, Float, Float32, PyTree
 Tree = TypeVar("Tree")
 
 
-def clip_by_global_norm(grads: Tree, norm: Float[Array, ""], max_norm: float) -> Tree:
-    """`grads` scaled to a global norm of at most `max_norm` (Pascanu et al. 2013, alg. 1).
+def clip_by_global_norm(grads: Tree, norm: Float[Array, ""], max_norm: float | None) -> Tree:
+    """Returns `grads` scaled to a global norm of at most `max_norm` (Pascanu et al. 2013, alg. 1);
+    as they are with None.
 
     `norm` is their global norm, computed by the caller, who logs it as well. Below `max_norm` the
     bits are unchanged. Raises ValueError unless max_norm > 0.
     """
+    if max_norm is None:
+        return grads
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be above 0; use 1.0, or leave clipping out")
     factor = max_norm / jnp.maximum(norm.astype(jnp.float32), max_norm)

@@ -134,7 +134,7 @@ class Tables:
         """Returns [loss, count, other sums in the order of `sum_names`]. Raises ValueError if the
         names differ."""
         refuse_other_sums(self.sum_names, sums)
-        return jnp.stack([sums.loss, sums.count, *(sums.beside[k] for k in self.sum_names)])
+        return jnp.stack([sums.loss, sums.count, *(sums.others[k] for k in self.sum_names)])
 
     @property
     def training(self) -> bool:

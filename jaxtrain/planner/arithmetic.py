@@ -209,10 +209,8 @@ def _attention_flops(assembly: Assembly, a: AttentionCall) -> float | None:
         if isinstance(kernel, Reference) and assembly.context is None:
             total += per_pair * size * size * (6 + 2 * (remat != "none"))
         elif isinstance(kernel, Blockwise):
-            tiling = Tiling(
-                min(kernel.query_block, size),
-                *(min(kernel.key_block, size), size, Scoring(mask, scale=1.0), None),
-            )
+            blocks = (min(kernel.query_block, size), min(kernel.key_block, size))
+            tiling = Tiling(*blocks, seq=size, scoring=Scoring(mask, scale=1.0), starts=None)
             total += per_pair * count * tiling.pairs() * (7 + 2 * (remat in ("full", "dots")))
         elif not isinstance(kernel, OPAQUE):
             return None

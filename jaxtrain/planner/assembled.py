@@ -87,7 +87,11 @@ def facts_of(assembly: Assembly) -> StepFacts:
     rows, seq = local_rows(assembly)
     leaves = {
         path: LeafFacts(
-            *(place.shape, place.dtype, place.params, place.optimizer, place.in_use),
+            shape=place.shape,
+            dtype=place.dtype,
+            params=place.params,
+            optimizer=place.optimizer,
+            in_use=place.in_use,
             stacked=sum(axis in STACKING_AXES for axis in place.axes),
             trained=place.trained,
         )

@@ -8,7 +8,7 @@ or that are recomputed from earlier values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK, named_by
@@ -133,15 +133,15 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         read |= _leaves(facts, paths[nodes[number].block], nodes[number])
     products_again = [n for n in again if gathered_for_weights(nodes, n)]
     return BackwardWork(
-        tuple(gradients),
-        tuple(leaf_gradients),
-        collectives_of(nodes, (n for n in again if n not in products_again)),
-        collectives_of(nodes, products_again),
-        frozenset(read),
-        frozenset(again),
-        tuple(maxima),
-        tuple(tensors for n in again for tensors in nodes[n].scales.inputs),
-        _mixtures(facts, paths, nodes, flows, reads),
+        gradients=tuple(gradients),
+        leaf_gradients=tuple(leaf_gradients),
+        again=collectives_of(nodes, (n for n in again if n not in products_again)),
+        products_again=collectives_of(nodes, products_again),
+        read=frozenset(read),
+        recomputed=frozenset(again),
+        maxima=tuple(maxima),
+        maxima_again=tuple(tensors for n in again for tensors in nodes[n].scales.inputs),
+        mixtures=tuple(_mixtures(facts, paths, nodes, flows, reads)),
     )
 
 
@@ -174,21 +174,19 @@ def _mixtures(
     nodes: Sequence[Node],
     flows: Sequence[bool],
     reads: Sequence[set[int]],
-) -> tuple[MixtureWork, ...]:
-    """Returns the work of each mixture of a chain. flows, reads: for each value, whether a gradient
+) -> Iterator[MixtureWork]:
+    """Yields the work of each mixture of a chain. flows, reads: for each value, whether a gradient
     flows down to it, and the values that its gradients read."""
     again = made_again(nodes, set().union(*reads), facts.loop.remat)
     outputs = made_again_for_others(nodes, reads, facts.loop.remat)
-    works = []
     for number, node in enumerate(nodes):
         if (exchange := node.exchange) is None:
             continue
         path, tokens = paths[node.block], any(flows[source] for source in node.inputs)
         rows = tokens or _trains(facts, path, exchange.matrices)
         shares = tokens or _trains(facts, path, (exchange.router,))
-        needed = (tokens, rows, shares, flows[number])
-        works.append(MixtureWork(exchange, *needed, number in again, number in outputs))
-    return tuple(works)
+        others = dict(any=flows[number], again=number in again, outputs=number in outputs)
+        yield MixtureWork(exchange, tokens=tokens, rows=rows, shares=shares, **others)
 
 
 def _trains(facts: StepFacts, path: str, names: Iterable[str]) -> bool:

@@ -22,13 +22,24 @@ from jaxtrain.checkpoint.run_config import (
     stored_experiment,
 )
 from jaxtrain.checkpoint.storage import committed_steps, steps_aside
+from jaxtrain.cluster.agreement import from_first
 from jaxtrain.cluster.run_lock import NAME as LOCK
 from jaxtrain.cluster.run_lock import refuse_held, sole_run
-from jaxtrain.experiment import Experiment, FromRun, completed, resumable
+from jaxtrain.experiment import Experiment, FromRun, completed, config_of, resumable
 from jaxtrain.experiment.stored import refuse_unreadable
+from jaxtrain.session.branch import Branch
+from jaxtrain.session.lineage import NAME as BRANCH
 from jaxtrain.telemetry.events import refuse_without_tensorboard
 from jaxtrain.telemetry.metrics import refuse_unusable
 from jaxtrain.weights.loading import is_run, record_run
+
+
+def config_of_run(experiment: Experiment, branch: Branch | None) -> dict[str, Any]:
+    """Returns what a run's config.json records."""
+    began = {}
+    if branch is not None:
+        began = {BRANCH: from_first(lambda: branch.record(experiment))}
+    return {"experiment": config_of(experiment), **began}
 
 
 def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> str:

@@ -15,11 +15,11 @@ from typing import Any, TextIO
 import jax
 
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.cluster.agreement import from_first, share_failure
+from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.cluster.pace import Pace
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.requests import requests_of
-from jaxtrain.experiment import Experiment, config_of, load_experiment, with_fields
+from jaxtrain.experiment import Experiment, load_experiment, with_fields
 from jaxtrain.files.cache import cache_directory
 from jaxtrain.files.stores import local_path
 from jaxtrain.health.checks import HealthChecks, WrongNumbers
@@ -28,6 +28,7 @@ from jaxtrain.notices import told_to
 from jaxtrain.run.callback import Callback, Running
 from jaxtrain.run.directory import (
     RunDirectory,
+    config_of_run,
     refuse_fewer_steps,
     refuse_unfit,
     refuse_unfit_anew,
@@ -52,8 +53,6 @@ from jaxtrain.run.saves import Saves
 from jaxtrain.run.saving import Saving, checkpoints_of
 from jaxtrain.run.uninterrupted import Uninterrupted
 from jaxtrain.run.words import finish, headline
-from jaxtrain.session.branch import Branch
-from jaxtrain.session.lineage import NAME as BRANCH
 from jaxtrain.session.lineage import branch_from
 from jaxtrain.session.memory import memory_remedies
 from jaxtrain.session.rates import Rates
@@ -101,7 +100,7 @@ def train(
     last = _last_step(experiment, steps)
     user_callbacks = callbacks_of(experiment, callbacks)
     branch = branch_from(from_run, run, last, fresh=fresh)
-    config = {} if run is None else _config(experiment, branch)
+    config = {} if run is None else config_of_run(experiment, branch)
     last_held = _refuse(run, config, experiment, fresh=fresh)
     with ExitStack() as stack, memory_remedies(spec), told_to(lines_to(stream)):
         place = stack.enter_context(staged(run)) if fresh and run is not None else run
@@ -137,14 +136,6 @@ def _checkpoints(
     """Does `checkpoints_of`; the stack closes them."""
     saves = checkpoints_of(run, experiment, spec)
     return None if saves is None else stack.enter_context(saves)
-
-
-def _config(experiment: Experiment, branch: Branch | None) -> dict[str, Any]:
-    """Returns what a run's config.json records."""
-    began = {}
-    if branch is not None:
-        began = {BRANCH: from_first(lambda: branch.record(experiment))}
-    return {"experiment": config_of(experiment), **began}
 
 
 def lines_to(stream: TextIO | None) -> Callable[[str], None]:
@@ -245,8 +236,18 @@ class _Loop:
         saving = Saving(saves, session, self.tell) if saves else None
         self.rollbacks = rollbacks_of(session, saving, self.tell)
         self.saves = Saves(
-            *(result, session, self.run, saving, directory, self.health, self.readings),
-            *(self.rates, self.hooks, self.files, self.uninterrupted, self.rollbacks),
+            result=result,
+            session=session,
+            run=self.run,
+            saving=saving,
+            directory=directory,
+            health=self.health,
+            readings=self.readings,
+            rates=self.rates,
+            hooks=self.hooks,
+            files=self.files,
+            uninterrupted=self.uninterrupted,
+            rollbacks=self.rollbacks,
         )
         self.steps_run = session.start
         """Steps run, repeated ones counted again; equal on all processes."""

@@ -29,8 +29,8 @@ from jaxtrain.session.rows import open_split
 from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import natural_shapes
+from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.pipeline import activation_share
-from jaxtrain.step.train_step import trace_loss
 from jaxtrain.validation.experiment import format_violations
 from jaxtrain.weights.start import settled_start
 

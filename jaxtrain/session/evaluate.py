@@ -66,7 +66,7 @@ class Evaluator:
         if not count:
             return {}
         values = {"eval_loss": total / count}
-        values |= {f"eval_{name}": value / count for name, value in sums.beside.items()}
+        values |= {f"eval_{name}": value / count for name, value in sums.others.items()}
         text_bytes = sum(map(self._bytes, pieces))
         if text_bytes:
             values["bits_per_byte"] = total / math.log(2) / text_bytes

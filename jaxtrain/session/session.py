@@ -34,8 +34,9 @@ from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.layer_order import AtRest, natural_shapes
+from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.state import TrainState
-from jaxtrain.step.train_step import compile_step, trace_loss
+from jaxtrain.step.train_step import compile_step
 from jaxtrain.validation.model import vocab_of
 from jaxtrain.violations import raise_violations
 from jaxtrain.weights.start import Start, settled_start, starting_params

@@ -19,6 +19,7 @@ from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.context.choice import Method
 from jaxtrain.data.loader import RowSource
 from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.platform_kernels import Sequences, types_checked, with_kernels
 from jaxtrain.mesh.axes import STAGE
 from jaxtrain.mesh.compiler_options import with_defaults
 from jaxtrain.mesh.mesh import MeshSpec
@@ -46,7 +47,6 @@ from jaxtrain.optim.optimizer import SHARDED
 from jaxtrain.step.batches import DOCUMENTS, PlacedRows, token_fields
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.on_stages import OnStages, on_stages, split_in_slots
-from jaxtrain.step.platform_kernels import Sequences, types_checked, with_kernels
 from jaxtrain.step.state import TrainState, state_splits
 from jaxtrain.step.tuning import adapters_of, buffers_of_experiment, trained_leaves, with_trained
 from jaxtrain.validation.batch import batch_sizes

@@ -71,20 +71,24 @@ def on_device(
     shape = activation_share(assembly, *batch[assembly.described.tokens].shape[1:])
     layout = assembly.on_stages.layout
     stage = ModelStage(
-        assembly.split.static,
-        assembly.described,
-        layout,
-        assembly.on_stages.schedule.weight is not None,
-        inner,
-        wide.pregathered(),
-        *(params, batch, key, loop, reduce_microbatch),
+        static=assembly.split.static,
+        described=assembly.described,
+        layout=layout,
+        split=assembly.on_stages.schedule.weight is not None,
+        inner=inner,
+        wide=wide.pregathered(),
+        params=params,
+        batch=batch,
+        key=key,
+        loop=loop,
+        reduce_microbatch=reduce_microbatch,
     )
     return OnDevice(
-        stage,
-        {k.removeprefix(STACK): layout.by_chunk(p) for k, p in blocks.items()},
-        wide.fetch_once(outside),
-        jax.ShapeDtypeStruct(shape, comm.compute_dtype),
-        scale,
+        stage=stage,
+        blocks={k.removeprefix(STACK): layout.by_chunk(p) for k, p in blocks.items()},
+        outside=wide.fetch_once(outside),
+        x=jax.ShapeDtypeStruct(shape, comm.compute_dtype),
+        scale=scale,
     )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import PlatformKernel
+from jaxtrain.experiment.platform_kernels import platform_attention
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.moe.grouped import Asked
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
@@ -24,7 +25,6 @@ from jaxtrain.operations.block import (
 from jaxtrain.operations.experts import ExpertCall
 from jaxtrain.operations.operation import Operation
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.platform_kernels import platform_attention
 
 
 def kernels_of(

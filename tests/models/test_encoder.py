@@ -111,7 +111,7 @@ def test_it_computes_its_equations() -> None:
     params = {k: np.asarray(v, np.float64) for k, v in take_apart(module).params.items()}
     lost, count, found = dense(params, batch, config.heads)
     assert float(sums.loss) == pytest.approx(lost, rel=1e-5)
-    assert float(sums.count) == count and float(sums.beside["accuracy"]) == found > 0
+    assert float(sums.count) == count and float(sums.others["accuracy"]) == found > 0
 
 
 @pytest.mark.parametrize(
