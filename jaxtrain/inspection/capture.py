@@ -137,7 +137,7 @@ def gradients(
     @jax.jit
     def mean(state: TrainState, batch: Any) -> dict[str, jax.Array]:
         scale = jnp.float32(1.0 / assembly.tokens_power_of_two(batch))  # of a mean, as in training
-        gradients = mean_gradients(state, batch, scale, key)
-        return params_in_natural_order(assembly, gradients.grads)
+        grads = mean_gradients(state, batch, scale, key).grads
+        return params_in_natural_order(assembly, grads)
 
     return assembly.with_matmul_precision(mean)(state, batch)

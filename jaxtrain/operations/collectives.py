@@ -68,7 +68,7 @@ class ExpertExchange:
     sums_loads: bool
     router: str
     matrices: tuple[str, ...]
-    shared: tuple[str, ...] = ()
+    shared: tuple[str, ...]
 
 
 Communication = Gather | Scatter | Sum | HeadExchange | KeyGather | ExpertExchange

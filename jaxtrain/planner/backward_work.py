@@ -8,10 +8,10 @@ or that are recomputed from earlier values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
-from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK, named_by
+from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
 from jaxtrain.operations.block import chain
 from jaxtrain.operations.collectives import Communication, ExpertExchange
 from jaxtrain.operations.node import Node, Tensors
@@ -141,14 +141,14 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         recomputed=frozenset(again),
         maxima=tuple(maxima),
         maxima_again=tuple(tensors for n in again for tensors in nodes[n].scales.inputs),
-        mixtures=tuple(_mixtures(facts, paths, nodes, flows, reads)),
+        mixtures=tuple(_mixtures(facts, paths, nodes, flows, reads, {*again})),
     )
 
 
 def _leaves_read(facts: StepFacts, path: str, node: Node, flow: bool) -> set[str]:
     """Returns the leaves that the gradients of a node read. flow: that of its input is needed."""
     leaves = _leaves(facts, path, node)
-    trained = {name for name in leaves if facts.trains(name)}
+    trained = {name for name in leaves if facts.leaves[name].trained}
     # Chunks are computed again, whatever is trained of them.
     in_chunks = node.exchange is not None and facts.expert_chunks(node.exchange.routing_group) > 1
     if (flow and (node.products or node.input_reads)) or (trained and in_chunks):
@@ -165,7 +165,7 @@ def _leaves_read(facts: StepFacts, path: str, node: Node, flow: bool) -> set[str
 def _leaves(facts: StepFacts, path: str, node: Node) -> set[str]:
     """Returns the names of a node's leaves, with those of adapters."""
     names = (*node.leaves, *(weight.leaf for weight, _ in node.products))
-    return {leaf for leaf in facts.leaves if named_by(leaf, _with_adapters(path, names))}
+    return facts.named(*_with_adapters(path, names))
 
 
 def _mixtures(
@@ -174,10 +174,10 @@ def _mixtures(
     nodes: Sequence[Node],
     flows: Sequence[bool],
     reads: Sequence[set[int]],
+    again: Set[int],
 ) -> Iterator[MixtureWork]:
     """Yields the work of each mixture of a chain. flows, reads: for each value, whether a gradient
-    flows down to it, and the values that its gradients read."""
-    again = made_again(nodes, set().union(*reads), facts.loop.remat)
+    flows down to it, and the values that its gradients read. again: recomputed values."""
     outputs = made_again_for_others(nodes, reads, facts.loop.remat)
     for number, node in enumerate(nodes):
         if (exchange := node.exchange) is None:

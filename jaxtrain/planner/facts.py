@@ -221,13 +221,12 @@ class StepFacts:
         """Returns the number of chunks that a mixture with that field computes one by one."""
         return chunk_count(self.tokens, self.loop.expert_chunk, routing_group)
 
+    def named(self, *prefixes: str) -> set[str]:
+        """Returns the leaves that match a prefix (`models.description.named_by`)."""
+        exact, beginnings = {*prefixes}, tuple(name for name in prefixes if name.endswith("."))
+        below = {k for k in self.leaves if k.startswith(beginnings)} if beginnings else set()
+        return below | (exact & self.leaves.keys())
+
     def trains(self, *prefixes: str) -> bool:
-        """Returns True if any leaf that matches a prefix is trained
-        (`models.description.named_by`)."""
-        named = (self.leaves.get(name) for name in prefixes)
-        if any(leaf is not None and leaf.trained for leaf in named):
-            return True
-        beginnings = tuple(name for name in prefixes if name.endswith("."))
-        return bool(beginnings) and any(
-            leaf.trained and k.startswith(beginnings) for k, leaf in self.leaves.items()
-        )
+        """Returns True if any leaf that matches a prefix is trained."""
+        return any(self.leaves[name].trained for name in self.named(*prefixes))

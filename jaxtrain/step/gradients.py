@@ -91,7 +91,7 @@ def accumulate(
         sums, grads = jax.tree.map(jnp.add, (carry.sums, carry.grads), tuple(added))
         return carry._replace(sums=sums, grads=grads, model_state=model_state), None
 
-    # A gradient has its parameter's shape: without a backward pass, half of the tracing is spared.
+    # A gradient has its parameter's shape: no backward pass, and a third of the tracing less.
     sums, _ = jax.eval_shape(lambda: loss(params, model_state, first, jax.random.fold_in(key, 0)))
     shapes = sums, jax.eval_shape(lambda: reduce_microbatch(moved))
     sums, grads = types(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))

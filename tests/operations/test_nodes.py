@@ -165,7 +165,7 @@ class Empty(Own):
         return []
 
 
-ROWS = of.ExpertExchange(4, 2, None, None, False, "router", ("up", "wide"))
+ROWS = of.ExpertExchange(4, 2, None, None, False, "router", ("up", "wide"), ())
 NONSENSE: dict[str, tuple[Any, str]] = {
     "no operation": ("column", "'column'.* is no jaxtrain.operations.Operation"),
     "a list": (Own([]), "unhashable type: 'list'.* frozen dataclass"),  # type: ignore[arg-type]
