@@ -27,6 +27,7 @@ LAYERS = {
     "violations": 0,
     "cluster": 1,
     "mesh": 1,
+    "scores": 1,
     "state_format": 1,
     "telemetry": 1,
     "tokenizers": 1,

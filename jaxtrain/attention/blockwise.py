@@ -8,14 +8,14 @@ the mask hides whole are never computed; which these are is known when the progr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from jaxtrain.attention.documents import Starts, TwoStarts
+from jaxtrain.attention.documents import Located, ScoreInputs, documents_of
 from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Queries, Scoring
 from jaxtrain.attention.tiling import Tiling, backward, fetching_scan, forward, full
@@ -32,7 +32,8 @@ class Blockwise:
     `jax.shard_map` with `check_vma` True and False too. Has no forward-mode derivative.
     query_block, key_block: a tile's rows and columns; the last of each may be smaller.
     chunk_bytes: batch rows and heads are taken a chunk at a time, as many as keep a tile of scores
-    within this, so that it stays in a CPU's cache; None takes all at once, as accelerators want.
+    within this, so that it stays in a CPU's cache; None takes all at once, as accelerators want
+      and as functions of scores do.
     """
 
     query_block: int = 128
@@ -48,18 +49,15 @@ class Blockwise:
     def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         return []
 
-    def __call__(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
-    ) -> Attended:
+    def __call__(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         return attend(self, q, k, v, starts, scoring)
 
-    def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
-    ) -> Attended:
+    def forward(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         """The output and the log-sum-exp of each query's logits, chunk by chunk."""
+        heads = starts.heads if isinstance(starts, ScoreInputs) else None
 
-        def chunk(starts: ArrayTuple, q: Heads, _: jax.Array, k: Keys, v: Keys) -> ArrayTuple:
-            tiling = _tiling(self, scoring, q.shape[1], starts)
+        def chunk(ahead: ArrayTuple, q: Heads, _: jax.Array, k: Keys, v: Keys) -> ArrayTuple:
+            tiling = _tiling(self, scoring, k, ahead, heads)
             rows = _fold_queries(q, k.shape[2])
             o, lse = forward(tiling, rows, _fold_keys(k), _fold_keys(v))
             return _unfold(o, q.shape).astype(q.dtype), _unfold(lse, (*q.shape[:3], 1))
@@ -67,42 +65,66 @@ class Blockwise:
         # The output is written over a copy of q: a buffer made of constants would be made, and
         # held, from the start of the program on, for all layers at once.
         written = (q, full((*q.shape[:3], 1), 0.0, q))
-        ahead = _told(starts)
-        o, lse = _over_chunks(self, chunk, written=written, read=(k, v), ahead=ahead)
+        ahead = _fetched_early(starts, q)
+        o, lse = _over_chunks(
+            self._chunked(starts), chunk, written=written, read=(k, v), ahead=ahead
+        )
         return o, lse[..., 0]
 
-    def backward(
-        self, saved: SavedAttention, do: Heads, scoring: Scoring
-    ) -> tuple[Heads, Keys, Keys]:
+    def backward(self, saved: SavedAttention, do: Heads, scoring: Scoring) -> ArrayTuple:
         """Gradients of q, k and v, chunk by chunk: each tile's weights are made again
-        (`online_softmax.backward_tile` has the equations)."""
+        (`online_softmax.backward_tile` has the equations); and of heads' values that are
+        learned."""
         q, k, v, starts, o, lse = saved
+        heads = starts.heads if isinstance(starts, ScoreInputs) else None
 
         def chunk(ahead: ArrayTuple, q: Heads, v: Keys, k: Keys, o: Heads, do: Heads) -> ArrayTuple:
-            lse, *starts = ahead
-            tiling = _tiling(self, scoring, q.shape[1], tuple(starts))
+            lse, *others = ahead
+            tiling = _tiling(self, scoring, k, tuple(others), heads)
             delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
             rows = Queries(*(_fold_queries(x, k.shape[2]) for x in (q, do, lse, delta)))
-            dq, dk, dv = backward(tiling, rows, _fold_keys(k), _fold_keys(v))
+            dq, dk, dv, *of_heads = backward(tiling, rows, _fold_keys(k), _fold_keys(v))
+            of_heads = [dx.reshape(-1, *dx.shape[2:]) for dx in of_heads]
             dk, dv = (_unfold(dx.swapaxes(1, 2), k.shape).astype(k.dtype) for dx in (dk, dv))
-            return _unfold(dq, q.shape).astype(q.dtype), dk, dv
+            return _unfold(dq, q.shape).astype(q.dtype), dk, dv, *of_heads
 
         # Each chunk's gradients are written over its own inputs: no further buffers. dk goes over
         # v, which it depends on: dv does not, and written there would make XLA copy v each turn.
-        ahead = (lse[..., None], *_told(starts))
+        ahead = (lse[..., None], *_fetched_early(starts, q))
         written, read = (q, v, k), (o, do)
-        dq, dk, dv = _over_chunks(self, chunk, written=written, read=read, ahead=ahead)
-        return dq, dk, dv
+        return _over_chunks(self._chunked(starts), chunk, written=written, read=read, ahead=ahead)
+
+    def _chunked(self, starts: Located) -> Blockwise:
+        """The same, all at once where scores have a function: a chunk has not all heads' values."""
+        return replace(self, chunk_bytes=None) if isinstance(starts, ScoreInputs) else self
 
 
-def _tiling(blocks: Blockwise, scoring: Scoring, seq: int, starts: ArrayTuple) -> Tiling:
+def _tiling(
+    blocks: Blockwise, scoring: Scoring, k: Keys, ahead: ArrayTuple, heads: jax.Array | None
+) -> Tiling:
+    """The tiles of a chunk with keys k. ahead: its part of `_fetched_early`. heads: values for the
+    function of scores."""
+    seq = k.shape[1]
     sizes = min(blocks.query_block, seq), min(blocks.key_block, seq)
-    return Tiling(*sizes, seq, scoring, (starts[0], starts[-1]) if starts else None)
+    documents, of_scores = (ahead, ()) if heads is None else (ahead[:-2], ahead[-2:])
+    tiling = Tiling(*sizes, seq, scoring, (documents[0], documents[-1]) if documents else None)
+    if heads is None:
+        return tiling
+    of_q, of_k = of_scores
+    folded = heads.reshape(k.shape[2], -1, *heads.shape[1:])
+    return tiling._replace(positions=(of_q, of_k), heads=folded)
 
 
-def _told(starts: Starts | TwoStarts | None) -> ArrayTuple:
-    """Starts of queries, and of keys where they are others."""
-    return () if starts is None else starts if isinstance(starts, tuple) else (starts,)
+def _fetched_early(starts: Located, q: Heads) -> ArrayTuple:
+    """Document starts of queries, and of keys where they are others; and positions of both where
+    scores have a function."""
+    documents = documents_of(starts)
+    if documents is None:
+        documents = ()
+    elif not isinstance(documents, tuple):
+        documents = (documents,)
+    of_scores = starts.places(*q.shape[:2]) if isinstance(starts, ScoreInputs) else ()
+    return (*documents, *of_scores)
 
 
 def chunk_shape(

@@ -26,7 +26,7 @@ from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.documents import Group, Starts, TwoStarts, group, table
 from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import MASKED, Scoring
-from jaxtrain.attention.refusal import refuse
+from jaxtrain.attention.refusal import function_violations, refuse
 from jaxtrain.program.totals import FALLBACK
 
 GPU_BLOCKS = Blockwise(query_block=256, key_block=512)
@@ -115,6 +115,7 @@ class Cudnn:
 
     def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         refusals = self.violations(q.shape[3], softcap=scoring.softcap, dtype=q.dtype)
+        refusals += function_violations(scoring)
         if q.size >= 2**31:
             refusals.append(f"q {q.shape} has 2**31 elements or more; use more microbatches")
         if between and (window := scoring.mask.window) is not None:
@@ -178,7 +179,9 @@ class Cudnn:
 
         def portable(q: Heads, k: Keys, v: Keys, do: Heads, o: Heads) -> tuple[Heads, Keys, Keys]:
             with jax.named_scope(FALLBACK):
-                return GPU_BLOCKS.backward(SavedAttention(q, k, v, starts, o, lse), do, scoring)
+                saved = SavedAttention(q, k, v, starts, o, lse)
+                dq, dk, dv = GPU_BLOCKS.backward(saved, do, scoring)
+                return dq, dk, dv
 
         shapes = q.shape, k.shape, v.shape
         dq, dk, dv = _either(parts[-1].fits, fused, portable, (q, k, v, do, o), shapes)

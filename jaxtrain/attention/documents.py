@@ -13,10 +13,48 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxtrain.scores.function import HeadValues
+
 Starts = Int[Array, "batch seq"]
 TwoStarts = tuple[Starts, Starts]
 """Those of queries and of keys, where they are of different places of a row: numbers that say which
 are of one document, and no place of either."""
+
+
+class ScoreInputs(NamedTuple):
+    """What a kernel is given in the place of document starts where scores have a function.
+
+    starts: the document starts. heads: entries of `of_heads` of this call's heads. positions: in
+    their document, of queries and of keys; None where the rows are whole, which `places` counts.
+    """
+
+    starts: Starts | TwoStarts | None
+    heads: HeadValues
+    positions: TwoStarts | None = None
+
+    def places(self, batch: int, seq: int) -> TwoStarts:
+        """Returns the positions of queries and keys, [batch, seq] each."""
+        if self.positions is not None:
+            return self.positions
+        assert not isinstance(self.starts, tuple), "parts of rows come with their positions"
+        positions = row_positions(self.starts, batch, seq)
+        return positions, positions
+
+
+Located = Starts | TwoStarts | ScoreInputs | None
+"""A kernel's fourth argument, which says where tokens are: document starts, None where a row is one
+document, and with them what a function of scores needs."""
+
+
+def documents_of(starts: Located) -> Starts | TwoStarts | None:
+    """Returns the document starts among a kernel's inputs."""
+    return starts.starts if isinstance(starts, ScoreInputs) else starts
+
+
+def row_positions(starts: Starts | None, batch: int, seq: int) -> Int[Array, "batch seq"]:
+    """Returns the position in its document of each token of whole rows."""
+    positions = jnp.arange(seq, dtype=jnp.int32)[None]
+    return jnp.broadcast_to(positions, (batch, seq)) if starts is None else positions - starts
 
 
 def document_starts(segments: Int[Array, "batch seq"]) -> Starts:

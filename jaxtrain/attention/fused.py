@@ -9,15 +9,16 @@ keys determine the softmax over both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
-from jaxtrain.attention.documents import Starts, TwoStarts
+from jaxtrain.attention.documents import Located, ScoreInputs
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.collectives.vary import vary, varying_axes
 
@@ -28,12 +29,12 @@ Attended = tuple[Heads, LogSumExp]
 
 
 class SavedAttention(NamedTuple):
-    """Residuals of a backward pass, which also reads the cotangent of o."""
+    """Residuals of a backward pass, which also reads the cotangent of o. starts: `Located`."""
 
     q: Heads
     k: Keys
     v: Keys
-    starts: Starts | TwoStarts | None
+    starts: Any
     o: Heads
     lse: LogSumExp
 
@@ -53,40 +54,37 @@ class FusedKernel(Protocol):
         between: whether queries and keys are of different places."""
         ...
 
-    def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
-    ) -> Attended: ...
+    def forward(self, q: Heads, k: Keys, v: Keys, starts: Any, scoring: Scoring) -> Attended:
+        """starts: `Located`, of the kinds that `refusals` lets pass."""
+        ...
 
-    def backward(
-        self, saved: SavedAttention, do: Heads, scoring: Scoring
-    ) -> tuple[Heads, Keys, Keys]:
-        """Gradients of q, k and v."""
+    def backward(self, saved: SavedAttention, do: Heads, scoring: Scoring) -> tuple[jax.Array, ...]:
+        """Gradients of q, k and v, and of `ScoreInputs.heads` where the model learns them."""
         ...
 
 
 def attend(
-    kernel: FusedKernel, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+    kernel: FusedKernel, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring
 ) -> Attended:
     """(o, log-sum-exp) of `kernel.forward`, its derivative `kernel.backward`. The log-sum-exp is a
     constant to derivatives: whoever merges by it writes their own."""
     # One type for all: what varies over fewer mesh axes is cast here, and the cast's adjoint sums
     # its cotangent, so that inside the types of primals and cotangents are equal.
-    axes = varying_axes(*(x for x in (q, k, v, starts) if x is not None))
-    q, k, v = (vary(x, axes) for x in (q, k, v))
-    starts = None if starts is None else vary(starts, axes)
+    axes = varying_axes(*jax.tree.leaves((q, k, v, starts)))
+    q, k, v, starts = jax.tree.map(lambda x: vary(x, axes), (q, k, v, starts))
     o, lse = _attend(kernel, scoring, q, k, v, starts)
     return o, lax.stop_gradient(lse)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Starts | None
+    kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Located
 ) -> Attended:
     return kernel.forward(q, k, v, starts, scoring)
 
 
 def _attend_forward(
-    kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Starts | None
+    kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Located
 ) -> tuple[Attended, SavedAttention]:
     o, lse = kernel.forward(q, k, v, starts, scoring)
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
@@ -95,8 +93,14 @@ def _attend_forward(
 
 def _attend_backward(
     kernel: FusedKernel, scoring: Scoring, saved: SavedAttention, cotangents: Attended
-) -> tuple[Heads, Keys, Keys, None]:
-    return *kernel.backward(saved, cotangents[0], scoring), None
+) -> tuple[Heads, Keys, Keys, Located]:
+    dq, dk, dv, *of_heads = kernel.backward(saved, cotangents[0], scoring)
+    return dq, dk, dv, cotangent_of(of_heads)
+
+
+def cotangent_of(of_heads: Sequence[jax.Array]) -> ScoreInputs | None:
+    """Returns the cotangent of `ScoreInputs` with the gradient of learned values; None without."""
+    return ScoreInputs(None, of_heads[0]) if of_heads else None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

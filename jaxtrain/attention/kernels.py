@@ -1,9 +1,9 @@
 """Attention, its dense reference, and which kernel computes it where.
 
 A kernel is a value: called with (q, k, v, starts, scoring) it returns o and the log-sum-exp of each
-query's logits, fp32 [batch, seq, heads], a constant to derivatives. `choose` picks the platform's
-own; any callable of that signature serves. Softmax attention is Vaswani et al. 2017, grouped
-queries are Ainslie et al. 2023.
+query's logits, fp32 [batch, seq, heads], a constant to derivatives. starts are `documents.Located`.
+`choose` picks the platform's own; any callable of that signature serves. Softmax attention is
+Vaswani et al. 2017, grouped queries are Ainslie et al. 2023.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,15 @@ from jax import lax
 
 from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.cudnn import GPU_BLOCKS, Cudnn
-from jaxtrain.attention.documents import Starts
+from jaxtrain.attention.documents import Located, ScoreInputs, Starts, documents_of
 from jaxtrain.attention.fused import Attended, Heads, Keys
 from jaxtrain.attention.online_softmax import MASKED, AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.vary import varying_axes
+from jaxtrain.scores.function import ScoreFunction, dense
 
-AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, Starts | None, Scoring], Attended]
+AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, Any, Scoring], Attended]
 
 CPU_BLOCKS = Blockwise(query_block=64, key_block=512, chunk_bytes=2**20)
 CPU_LONG_BLOCKS = Blockwise(query_block=128, key_block=256, chunk_bytes=2**20)
@@ -63,18 +65,20 @@ def attention(
 class SelfAttention:
     """`attention` with its options, as a value: what a communicator is given, which may have only a
     part of a row on each device (context/). causal, window, softcap, scale, kernel: as `attention`
-    has them."""
+    has them. scores: a function of each logit, None for none."""
 
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
     kernel: AttentionKernel | None = None
+    scores: ScoreFunction | None = None
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None
-    ) -> jax.Array:
-        self.check(q, k, v, starts)
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, starts: Located) -> jax.Array:
+        """starts: from `located` if scores have a function."""
+        documents: Any = documents_of(starts)
+        self.check(q, k, v, documents)
+        self.check_located(starts)
         return self.settled_kernel(q, k, v, starts, self.scoring(q.shape[3]))[0]
 
     @property
@@ -84,7 +88,26 @@ class SelfAttention:
     def scoring(self, head_dim: int) -> Scoring:
         mask = AttentionMask(causal=self.causal, window=self.window)
         scale = head_dim**-0.5 if self.scale is None else self.scale
-        return Scoring(mask, scale=scale, softcap=self.softcap)
+        return Scoring(mask, scale=scale, softcap=self.softcap, function=self.scores)
+
+    def located(
+        self, starts: Starts | None, values: jax.Array | None
+    ) -> Starts | ScoreInputs | None:
+        """Returns document starts with what the function of scores needs, if there is one. values:
+        entries of its `of_heads` for the heads of the call, learned or not. On a device they begin
+        with the model's head `Communicator.head_offset`."""
+        if self.scores is None or values is None:
+            return starts
+        learned = jnp.issubdtype(values.dtype, jnp.floating)
+        return ScoreInputs(starts, values.astype(jnp.float32) if learned else values)
+
+    def check_located(self, starts: Located) -> None:
+        """Raises ValueError if scores have a function and `starts` nothing for it."""
+        if self.scores is not None and not isinstance(starts, ScoreInputs):
+            raise ValueError(
+                f"attention with scores={self.scores} was given no values of heads; give it "
+                "located(starts, values) in the place of starts"
+            )
 
     def check(
         self, q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array | None = None
@@ -102,17 +125,19 @@ def choose(
     documents: bool,
     window: int | None = None,
     softcap: float | None = None,
+    function: bool = False,
     checked: bool = False,
     capability: int | None = None,
 ) -> AttentionKernel:
     """The platform's fastest kernel that computes what is asked, else `Blockwise`.
 
-    documents: whether rows are packed. checked: in a shard_map with `check_vma=True`, which Pallas
-    refuses. capability: the major compute capability of the GPU: cuDNN takes packed documents from
-    9 (Hopper) on, and None, where it is not known, is taken for less. The vendors' kernels are for
-    16-bit inputs: cuDNN has no others, and splash multiplies fp32 in bfloat16 passes.
+    documents: whether rows are packed. function: whether scores have one. checked: in a shard_map
+    with `check_vma=True`, which Pallas refuses. capability: the major compute capability of the
+    GPU: cuDNN takes packed documents from 9 (Hopper) on, and None, where it is not known, is taken
+    for less. The vendors' kernels are for 16-bit inputs: cuDNN has no others, and splash multiplies
+    fp32 in bfloat16 passes.
     """
-    half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and not function
     if platform == "tpu" and half and not checked and not Splash().violations(seq, head_dim):
         return Splash()
     if platform in ("gpu", "cuda"):
@@ -138,10 +163,8 @@ class PlatformKernel:
     platform: str
     capability: int | None = None
 
-    def __call__(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
-    ) -> Attended:
-        kernel = self.settled(q, scoring, documents=starts is not None)
+    def __call__(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
+        kernel = self.settled(q, scoring, documents=documents_of(starts) is not None)
         if isinstance(kernel, Blockwise) and self.platform != "cpu":
             warnings.warn(portable(self.platform, q, scoring), stacklevel=2)
         return kernel(q, k, v, starts, scoring)
@@ -156,6 +179,7 @@ class PlatformKernel:
             documents=documents,
             window=scoring.mask.window,
             softcap=scoring.softcap,
+            function=scoring.function is not None,
             checked=bool(varying_axes(q)),
             capability=self.capability,
         )
@@ -178,6 +202,8 @@ def portable(platform: str, q: Heads, scoring: Scoring) -> str:
         reasons += Triton().violations(seq, size, **options)
     if dtype not in (jnp.bfloat16, jnp.float16):
         reasons = [f"dtype={dtype} is not bfloat16 or float16"]
+    if scoring.function is not None:
+        reasons = [f"scores={scoring.function} is a function"]
     return (
         f"attention of {dtype} with head_dim={size}, seq={seq} has no fused kernel for {platform} "
         f"here ({'; '.join(reasons) or 'check_vma=True, which Pallas refuses'}) and runs as loops "
@@ -189,9 +215,7 @@ def portable(platform: str, q: Heads, scoring: Scoring) -> str:
 class Reference:
     """The dense definition, seq x seq scores in fp32: the oracle of the others."""
 
-    def __call__(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
-    ) -> Attended:
+    def __call__(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         batch, seq, heads, size = q.shape
         kv_heads = k.shape[2]
         dtype = q.dtype
@@ -201,10 +225,14 @@ class Reference:
         logits = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k) * scoring.scale
         if scoring.softcap is not None:
             logits = scoring.softcap * jnp.tanh(logits / scoring.softcap)
-        positions = jnp.arange(seq)
+        positions, documents = jnp.arange(seq), documents_of(starts)
+        assert not isinstance(documents, tuple), "the reference has whole rows"
         visible = scoring.mask.visible(positions[:, None], positions[None])[None]
-        if starts is not None:
-            visible = visible & (starts[:, :, None] == starts[:, None, :])
+        if documents is not None:
+            visible = visible & (documents[:, :, None] == documents[:, None, :])
+        if isinstance(starts, ScoreInputs) and scoring.function is not None:
+            places = starts.places(batch, seq)
+            logits = dense(scoring.function, logits, starts.heads, places, visible)
         logits = jnp.where(visible[:, None, None], logits, MASKED)
         o = jnp.einsum("bhgqk,bkhd->bqhgd", jax.nn.softmax(logits, axis=-1), v)
         lse = jax.nn.logsumexp(lax.stop_gradient(logits), axis=-1)

@@ -18,9 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
+
+from jaxtrain.scores.function import ScoreFunction, ScoreTile, changed
 
 MASKED = -1e30
 """Logit of a hidden key: finite, so that a wholly hidden row of a tile makes no NaN."""
@@ -76,11 +79,13 @@ class AttentionMask:
 @dataclass(frozen=True)
 class Scoring:
     """Static part of a logit: softcap * tanh(scale * q.k / softcap), or scale * q.k without a
-    softcap, where the mask and the documents let a query see a key."""
+    softcap, and `function` of that if there is one, where the mask and the documents let a query
+    see a key. A kernel is then given `ScoreInputs` in the place of starts."""
 
     mask: AttentionMask
     scale: float
     softcap: float | None = None
+    function: ScoreFunction | None = None
 
 
 class Partial(NamedTuple):
@@ -112,10 +117,12 @@ def forward_tile(
     v: Float[Array, "n keys head_dim"],
     visible: Visible | None,
     scoring: Scoring,
+    at: ScoreTile | None = None,
 ) -> Partial:
     """The softmax of a tile's queries over its keys alone. `visible`: which keys each query sees,
-    None where it is all of them."""
-    logits = _hide(_scores(q, k, scoring), visible)
+    None where it is all of them. at: where the tile is, if scores have a function."""
+    scores = _scores(q, k, scoring)
+    logits = _hide(scores if at is None else at.changed(scores, visible), visible)
     largest = jnp.max(logits, axis=2, keepdims=True)
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=2, keepdims=True)
@@ -143,12 +150,11 @@ def backward_tile(
     v: Float[Array, "n keys head_dim"],
     visible: Visible | None,
     scoring: Scoring,
-) -> tuple[
-    Float32[Array, "n queries head_dim"],
-    Float32[Array, "n head_dim keys"],
-    Float32[Array, "n head_dim keys"],
-]:
-    """dq, and dk and dv transposed, of one tile: its part of sums over all tiles.
+    at: ScoreTile | None = None,
+) -> tuple[jax.Array, ...]:
+    """dq [n, queries, head_dim], and dk and dv transposed [n, head_dim, keys], of one tile: its
+    part of sums over all tiles; all fp32. at: as in `forward_tile`. If the model learns the values
+    of its heads, then also their gradient, of their shape.
 
     The gradients of keys come out transposed: XLA:CPU runs that matmul 2.5 times as fast as the
     one whose left side is a transposed tile.
@@ -157,15 +163,16 @@ def backward_tile(
     #   dv_j = sum_i p_ij do_i,  dp_ij = do_i . v_j,  ds_ij = p_ij (dp_ij - delta_i),
     #   dq_i = scale sum_j ds_ij k_j,  dk_j = scale sum_i ds_ij q_i;
     # delta_i = sum_j p_ij dp_ij = o_i . do_i comes of the softmax's denominator. A softcap c puts
-    # the derivative of its tanh, 1 - (s_ij / c)^2, to ds_ij.
+    # the derivative of its tanh, 1 - (s_ij / c)^2, to ds_ij. A function of s_ij is pulled back.
     scores = _scores(rows.q, k, scoring)
-    weights = jnp.exp(_hide(scores, visible) - rows.lse)
-    dscores = weights * (_dot(rows.do, v, 2, 2) - rows.delta)
+    logits, pull_back = changed(scores, visible, at)
+    weights = jnp.exp(_hide(logits, visible) - rows.lse)
+    dscores, *of_heads = pull_back(weights * (_dot(rows.do, v, 2, 2) - rows.delta))
     if scoring.softcap is not None:
         dscores = dscores * (1 - jnp.square(scores / scoring.softcap))
     dscores = (dscores * scoring.scale).astype(k.dtype)
     dv = _dot(rows.do, weights.astype(rows.do.dtype), 1, 1)
-    return _dot(dscores, k, 2, 1), _dot(rows.q, dscores, 1, 1), dv
+    return _dot(dscores, k, 2, 1), _dot(rows.q, dscores, 1, 1), dv, *of_heads
 
 
 def _dot(

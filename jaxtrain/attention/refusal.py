@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.collectives.vary import varying_axes
 
 
@@ -14,6 +15,12 @@ def refuse(kernel: str, problems: list[str]) -> None:
             f"attention kernel {kernel} cannot compute this: {'; '.join(problems)}; "
             "use kernel=Blockwise(), or None for the platform's choice"
         )
+
+
+def function_violations(scoring: Scoring) -> list[str]:
+    """Returns the reason why a fused kernel cannot compute scores that have a function."""
+    function = scoring.function
+    return [] if function is None else [f"a function of scores, {function}, is not supported"]
 
 
 def pallas_violations(q: jax.Array) -> list[str]:

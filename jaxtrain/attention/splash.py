@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtrain.attention.documents import Starts, TwoStarts
 from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
-from jaxtrain.attention.refusal import pallas_violations, refuse
+from jaxtrain.attention.refusal import function_violations, pallas_violations, refuse
 from jaxtrain.violations import count, raise_violations
 
 
@@ -95,7 +95,8 @@ class Splash:
         return violations
 
     def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
-        return self.violations(q.shape[1], q.shape[3]) + pallas_violations(q)
+        violations = self.violations(q.shape[1], q.shape[3]) + function_violations(scoring)
+        return violations + pallas_violations(q)
 
     def __call__(
         self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring

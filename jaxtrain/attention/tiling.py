@@ -9,14 +9,14 @@ tiles that the mask hides whole are not in the list, which is made when the prog
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from jaxtrain.attention.documents import TwoStarts
 from jaxtrain.attention.online_softmax import (
@@ -31,6 +31,7 @@ from jaxtrain.attention.online_softmax import (
     normalise,
 )
 from jaxtrain.collectives.vary import Index, vary, varying_axes
+from jaxtrain.scores.function import ScoreTile
 
 UNROLLED_TILES = 8
 """Up to so many tiles are written out: more would cost compile time for no speed."""
@@ -40,15 +41,28 @@ Carry = TypeVar("Carry")
 Fetched = TypeVar("Fetched")
 
 
+TwoPlaces = tuple[Int[Array, "rows _"], ...]
+
+
+class Places(NamedTuple):
+    """Of the queries and keys of a tile: starts of their documents, and positions; () for none."""
+
+    starts: TwoPlaces
+    positions: TwoPlaces
+
+
 class Tiling(NamedTuple):
     """Tiles of query_block x key_block over the seq x seq scores; `starts`: the first position of
-    the document of each query, and of each key; None where a row is one."""
+    the document of each query, and of each key; None where a row is one. positions, heads: where
+    scores have a function, the positions of queries and keys and the values of heads."""
 
     query_block: int
     key_block: int
     seq: int
     scoring: Scoring
     starts: TwoStarts | None
+    positions: TwoStarts | None = None
+    heads: Shaped[Array, "kv_heads group ..."] | None = None
 
     @property
     def may_be_blind(self) -> bool:
@@ -87,20 +101,28 @@ class Tiling(NamedTuple):
             return sum(len(queries) * len(run) for queries, run in tiles)
         return len(self.equal()) * self.query_block * self.key_block
 
-    def starts_of(
-        self, a: Index, queries: int, b: Index, keys: int
-    ) -> tuple[Int[Array, "rows _"], ...]:
-        """Starts of the queries and of the keys of a tile, which begin at `a` and `b`; () where
-        there are none."""
-        if self.starts is None:
-            return ()
-        return _take(self.starts[0], a, queries), _take(self.starts[1], b, keys)
+    def places_of(self, a: Index, queries: int, b: Index, keys: int) -> Places:
+        """Starts and positions of the queries and of the keys of a tile, which begin at `a` and
+        `b`."""
+
+        def both(of: TwoStarts | None) -> TwoPlaces:
+            return () if of is None else (_take(of[0], a, queries), _take(of[1], b, keys))
+
+        return Places(both(self.starts), both(self.positions))
+
+    def scored(self, places: Places) -> ScoreTile | None:
+        """What the function of scores is given in a tile; None if there is none."""
+        function = self.scoring.function
+        if self.heads is None or function is None:
+            return None
+        queries, keys = places.positions
+        return ScoreTile(function, queries, keys, self.heads, self.scoring.mask.causal)
 
     def visible(
         self,
         at_q: Int[Array, " queries"],
         at_k: Int[Array, " keys"],
-        starts: tuple[Int[Array, "rows _"], ...],
+        starts: TwoPlaces,
     ) -> Visible:
         """Returns the mask of queries and keys, from their positions and document starts."""
         # Padded keys lie behind all real queries; only a causal mask hides them by itself.
@@ -110,22 +132,35 @@ class Tiling(NamedTuple):
         of_q, of_k = starts
         return mask[None] & (of_q[:, :, None] == of_k[:, None, :])
 
-    def visible_in(self, queries: range, keys: range) -> Visible | None:
-        """`visible` of a tile that is written out; None where the mask hides nothing of it."""
+    def written_out(
+        self, queries: range, keys: range
+    ) -> tuple[Visible | None, Scoring, ScoreTile | None]:
+        """The last arguments of a tile that is written out: `visible`, None where the mask hides
+        nothing of it, and those of its scores."""
+        places = self.places_of(queries.start, len(queries), keys.start, len(keys))
+        at = self.scored(places)
         if self.starts is None and self.scoring.mask.tile(queries, keys)[1]:
-            return None
-        starts = self.starts_of(queries.start, len(queries), keys.start, len(keys))
+            return None, self.scoring, at
         # Compared where it is used: on CPU a stored mask of bytes is slower to read than to make.
         at_q, at_k = (x.start + jnp.arange(len(x)) for x in (queries, keys))
-        return self.visible(at_q, at_k, starts)
+        return self.visible(at_q, at_k, places.starts), self.scoring, at
+
+    def in_scan(
+        self, a: Index, b: Index, places: Places
+    ) -> tuple[Visible, Scoring, ScoreTile | None]:
+        """The same of a tile of the grid, which begins at `a` and `b`."""
+        at_q, at_k = a + jnp.arange(self.query_block), b + jnp.arange(self.key_block)
+        visible, at = self.visible(at_q, at_k, places.starts), self.scored(places)
+        if at is not None:  # the function gets no padded query: of a score of 0 it may know nothing
+            visible = visible & (at_q < self.seq)[None, :, None]
+        return visible, self.scoring, at
 
     def padded(self) -> Tiling:
-        """The same with `starts` lengthened to whole blocks of queries and of keys."""
-        if self.starts is None:
-            return self
+        """The same with starts and positions lengthened to whole blocks of queries and of keys."""
         longest = max(-(-self.seq // size) * size for size in (self.query_block, self.key_block))
-        of_q, of_k = (_pad(starts, longest, 1) for starts in self.starts)
-        return self._replace(starts=(of_q, of_k))
+
+        both = partial(jax.tree.map, lambda x: _pad(x, longest, 1))
+        return self._replace(starts=both(self.starts), positions=both(self.positions))
 
 
 def forward(
@@ -142,8 +177,7 @@ def forward(
         rows, parts = _rows(q, queries.start, len(queries)), []
         for run in runs:
             tile = _take(k, run.start, len(run)), _take(v, run.start, len(run))
-            visible = tiling.visible_in(queries, run)
-            parts.append(forward_tile(rows, *tile, visible, tiling.scoring))
+            parts.append(forward_tile(rows, *tile, *tiling.written_out(queries, run)))
         output = normalise(reduce(merge, parts or [_blind(rows)]))
         outs.append([x.reshape(*q.shape[:2], len(queries), -1) for x in output])
     o, lse = (jnp.concatenate(x, axis=2) for x in zip(*outs, strict=True))
@@ -155,28 +189,27 @@ def backward(
     rows: Queries,
     k: Float[Array, "n seq head_dim"],
     v: Float[Array, "n seq head_dim"],
-) -> tuple[
-    Float32[Array, "n group seq head_dim"],
-    Float32[Array, "n head_dim seq"],
-    Float32[Array, "n head_dim seq"],
-]:
-    """Returns dq, and dk and dv transposed (`backward_tile` says why), of all tiles."""
+) -> tuple[jax.Array, ...]:
+    """Returns dq [n, group, seq, head_dim], and dk and dv transposed [n, head_dim, seq]
+    (`backward_tile` says why), of all tiles; and the gradient of the heads' values if they are
+    learned."""
     if not tiling.unrolled():
         return _backward_scan(tiling, rows, k, v)
-    dqs, dks, dvs = [], [], []
+    dqs, dks, dvs, of_heads = [], [], [], []
     for queries, runs in tiling.trimmed():
         block, parts = Queries(*(_rows(x, queries.start, len(queries)) for x in rows)), []
         for run in runs:
             tile = _take(k, run.start, len(run)), _take(v, run.start, len(run))
-            visible = tiling.visible_in(queries, run)
-            dq, dk, dv = backward_tile(block, *tile, visible, tiling.scoring)
+            dq, dk, dv, *dheads = backward_tile(block, *tile, *tiling.written_out(queries, run))
             around = ((0, 0), (0, 0), (run.start, tiling.seq - run.stop))
             parts.append(dq)
             dks.append(jnp.pad(dk, around))
             dvs.append(jnp.pad(dv, around))
+            of_heads.append(dheads)
         dq = reduce(jnp.add, parts or [full(block.q.shape, 0.0, block.q)])
         dqs.append(dq.reshape(*rows.q.shape[:2], len(queries), -1))
-    return jnp.concatenate(dqs, axis=2), reduce(jnp.add, dks), reduce(jnp.add, dvs)
+    learned = [reduce(jnp.add, tiles) for tiles in zip(*of_heads, strict=True)]
+    return jnp.concatenate(dqs, axis=2), reduce(jnp.add, dks), reduce(jnp.add, dvs), *learned
 
 
 def _forward_scan(
@@ -196,18 +229,17 @@ def _forward_scan(
         full((*rows.shape[:2], 1), 0.0, q),
     )
 
-    def fetch(turn: Int32[Array, " 3"]) -> ArrayTuple:
-        return tiling.starts_of(turn[0], size_q, turn[1], size_k)
+    def fetch(turn: Int32[Array, " 3"]) -> Places:
+        return tiling.places_of(turn[0], size_q, turn[1], size_k)
 
     def body(
-        carry: tuple[jax.Array, jax.Array, Partial], turn: Int32[Array, " 3"], starts: ArrayTuple
+        carry: tuple[jax.Array, jax.Array, Partial], turn: Int32[Array, " 3"], places: Places
     ) -> tuple[jax.Array, jax.Array, Partial]:
         o, lse, partial = carry
         a, b, first = turn
         started = [jnp.where(first == 1, x, y) for x, y in zip(empty, partial, strict=True)]
-        visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), starts)
         tile = _take(k, b, size_k), _take(v, b, size_k)
-        new = forward_tile(_rows(q, a, size_q), *tile, visible, tiling.scoring)
+        new = forward_tile(_rows(q, a, size_q), *tile, *tiling.in_scan(a, b, places))
         partial = merge(Partial(*started), new)
         # Written in every turn; the last turn of a query block writes its result.
         output, total = normalise(partial)
@@ -224,7 +256,7 @@ def _backward_scan(
     rows: Queries,
     k: Float[Array, "n seq head_dim"],
     v: Float[Array, "n seq head_dim"],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """`backward` as one loop over the visible tiles of a regular grid."""
     size_q, size_k, seq = tiling.query_block, tiling.key_block, tiling.seq
     # A padded query has an infinite sum of exponentials: no weight on any key.
@@ -232,32 +264,34 @@ def _backward_scan(
     rows = Queries(*(_pad(x, size_q, 2, pad) for x, pad in zip(rows, pads, strict=True)))
     tiling, k, v = tiling.padded(), _pad(k, size_k, 1), _pad(v, size_k, 1)
 
-    def fetch(turn: Int32[Array, " 3"]) -> tuple[ArrayTuple, ArrayTuple]:
+    def fetch(turn: Int32[Array, " 3"]) -> tuple[ArrayTuple, Places]:
         statistics = tuple(_rows(x, turn[0], size_q) for x in (rows.lse, rows.delta))
-        return statistics, tiling.starts_of(turn[0], size_q, turn[1], size_k)
+        return statistics, tiling.places_of(turn[0], size_q, turn[1], size_k)
 
     def body(
         carry: tuple[jax.Array, ...],
         turn: Int32[Array, " 3"],
-        fetched: tuple[ArrayTuple, ArrayTuple],
+        fetched: tuple[ArrayTuple, Places],
     ) -> tuple[jax.Array, ...]:
-        dq, dk, dv, total = carry
-        (a, b, first), ((lse, delta), starts) = turn, fetched
-        visible = tiling.visible(a + jnp.arange(size_q), b + jnp.arange(size_k), starts)
+        dq, dk, dv, total, *dheads = carry
+        (a, b, first), ((lse, delta), places) = turn, fetched
         block = Queries(_rows(rows.q, a, size_q), _rows(rows.do, a, size_q), lse, delta)
         tile = _take(k, b, size_k), _take(v, b, size_k)
-        new, *parts = backward_tile(block, *tile, visible, tiling.scoring)
+        new, *parts = backward_tile(block, *tile, *tiling.in_scan(a, b, places))
         total = jnp.where(first == 1, 0.0, total) + new
-        dk, dv = (_add(x, part, b) for x, part in zip((dk, dv), parts, strict=True))
-        return _put(dq, total, a), dk, dv, total
+        dk, dv = (_add(x, part, b) for x, part in zip((dk, dv), parts[:2], strict=True))
+        dheads = [x + part for x, part in zip(dheads, parts[2:], strict=True)]
+        return _put(dq, total, a), dk, dv, total, *dheads
 
     n, keys, d = k.shape
     like, block = rows.q, _rows(rows.q, 0, size_q)
     sums = [full((n, d, keys), 0.0, like) for _ in range(2)]
     dq = full(like.shape, 0.0, like) if tiling.may_be_blind else like.astype(jnp.float32)
-    carry = dq, *sums, full(block.shape, 0.0, like)
-    dq, dk, dv, _ = fetching_scan(body, carry, fetch, _turns(tiling))
-    return dq[:, :, :seq], dk[:, :, :seq], dv[:, :, :seq]
+    function, heads = tiling.scoring.function, tiling.heads
+    learned = [heads] if heads is not None and function is not None and function.trained else []
+    carry = dq, *sums, full(block.shape, 0.0, like), *(full(x.shape, 0.0, like) for x in learned)
+    dq, dk, dv, _, *dheads = fetching_scan(body, carry, fetch, _turns(tiling))
+    return dq[:, :, :seq], dk[:, :, :seq], dv[:, :, :seq], *dheads
 
 
 def _blind(rows: Float[Array, "n queries head_dim"]) -> Partial:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtrain.attention.documents import Starts, TwoStarts
 from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Scoring
-from jaxtrain.attention.refusal import pallas_violations, refuse
+from jaxtrain.attention.refusal import function_violations, pallas_violations, refuse
 from jaxtrain.violations import power_of_two, raise_violations
 
 LN_2 = math.log(2)
@@ -83,6 +83,7 @@ class Triton:
     def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         window = scoring.mask.window
         refusals = self.violations(*q.shape[1::2], window=window, softcap=scoring.softcap)
+        refusals += function_violations(scoring)
         if between and documents:
             refusals.append("documents between different places are not supported")
         return refusals + pallas_violations(q)

@@ -8,12 +8,14 @@ tokens and among the heads.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtrain.attention.documents import ScoreInputs
 from jaxtrain.collectives.algorithm import all_to_all
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.ring import permute, put, take
@@ -30,6 +32,15 @@ def to_heads(arrays: tuple[jax.Array, ...], axes: MeshAxes, group: int) -> tuple
     together = jnp.concatenate(apart, axis=3)
     traded = _trade(together, axes, group, HEADS, TOKENS)[:, :, 0]
     return tuple(jnp.split(traded, np.cumsum([x.shape[3] for x in apart])[:-1], axis=HEADS))
+
+
+def of_traded_heads(starts: Any, axes: MeshAxes, group: int) -> Any:
+    """Returns the starts of whole rows with the values of the heads that a device has after
+    `to_heads`, where scores have a function."""
+    if not isinstance(starts, ScoreInputs):
+        return starts
+    me = lax.axis_index(axes) % group
+    return starts._replace(heads=take(starts.heads, me, group, 0))
 
 
 def to_tokens(x: jax.Array, axes: MeshAxes, group: int) -> jax.Array:

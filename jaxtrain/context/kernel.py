@@ -8,7 +8,7 @@ keys of the next are on their way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,8 +18,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxtrain.attention.documents import document_starts
-from jaxtrain.attention.fused import Attended, SavedAttention
+from jaxtrain.attention.documents import (
+    ScoreInputs,
+    document_starts,
+    documents_of,
+    row_positions,
+)
+from jaxtrain.attention.fused import Attended, SavedAttention, cotangent_of
 from jaxtrain.attention.online_softmax import MASKED, AttentionMask, Scoring
 from jaxtrain.attention.tiling import full
 from jaxtrain.collectives.ring import each_of
@@ -30,8 +35,8 @@ from jaxtrain.context.tiles import tile_kernel
 
 Tokens = Float[Array, "batch tokens heads head_dim"]
 KeyTokens = Float[Array, "batch tokens kv_heads head_dim"]
-RowStarts = Int[Array, "batch seq"]
-"""Of whole rows, in their natural order."""
+RowStarts = Int[Array, "batch seq"] | ScoreInputs
+"""Of whole rows, in their natural order; the heads' values are those of this device's heads."""
 Found = TypeVar("Found")
 
 
@@ -59,16 +64,28 @@ class Around:
     unroll: bool = True
 
     def scored(self, mask: AttentionMask) -> Scoring:
-        return Scoring(mask, self.scoring.scale, self.scoring.softcap)
+        return replace(self.scoring, mask=mask)
+
+    def located(
+        self, starts: RowStarts | None, own: Tokens, of_tiles: Callable[[jax.Array], Any]
+    ) -> Any:
+        """Returns the starts of a tile as a kernel takes them. own: of this device's tokens.
+        of_tiles: of an array of whole rows those of the tile's queries and keys."""
+        documents: Any = documents_of(starts)
+        found = None if documents is None else of_tiles(documents)
+        if not isinstance(starts, ScoreInputs):
+            return found
+        seq = own.shape[1] * self.scheme.order.groups
+        rows = row_positions(documents, own.shape[0], seq)
+        return ScoreInputs(found, starts.heads, of_tiles(rows))
 
 
 def attend_around(
     call: Around, q: Tokens, k: KeyTokens, v: KeyTokens, starts: RowStarts | None
 ) -> Tokens:
     """Attention of this device's queries to the keys of all, inside a shard_map."""
-    axes = varying_axes(*(x for x in (q, k, v, starts) if x is not None))
-    q, k, v = (vary(x, axes) for x in (q, k, v))
-    return _attend(call, q, k, v, None if starts is None else vary(starts, axes))
+    axes = varying_axes(*jax.tree.leaves((q, k, v, starts)))
+    return _attend(call, *jax.tree.map(lambda x: vary(x, axes), (q, k, v, starts)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -94,13 +111,13 @@ def _forward(
     moving = transport.begin(scheme.slots(jnp.concatenate([k, v], axis=3)))
     queries, keys, values = (scheme.alone(x) for x in (q, k, v))
     scoring = call.scored(scheme.own)
-    kernel = tile_kernel(call.kernel, queries, scoring, documents=starts is not None)
-    own = kernel.forward(queries, keys, values, _own_starts(call, starts, me), scoring)
+    kernel = tile_kernel(call.kernel, queries, scoring, documents=documents_of(starts) is not None)
+    own = kernel.forward(queries, keys, values, _own_starts(call, starts, q, me), scoring)
     (o, lse), moving = lax.optimization_barrier((own, moving))
     attended = scheme.together(o).astype(jnp.float32), scheme.together(lse)
 
     def tile(moving: Any, hop: Index) -> Attended:
-        tiles = _Tiles(call, starts, hop, me)
+        tiles = _Tiles(call, starts, hop, me, q)
         return tiles.forward(tiles.queries(q), transport.came(moving, hop, me))
 
     def step(carry: tuple[Attended, Any], hop: Index) -> tuple[Attended, Any]:
@@ -117,66 +134,82 @@ def _forward(
     return scheme.merge(attended, tile(moving, scheme.hops), scheme.hops, me)
 
 
-def _backward(call: Around, saved: Kept, do: Tokens) -> tuple[Tokens, KeyTokens, KeyTokens, None]:
+def _backward(
+    call: Around, saved: Kept, do: Tokens
+) -> tuple[Tokens, KeyTokens, KeyTokens, ScoreInputs | None]:
     scheme, transport = call.scheme, call.transport
     # Without it a compiler may reuse the forward pass' keys, and keep those of all devices.
     saved, do = lax.optimization_barrier((saved, do))
     q, k, v, starts, o, lse = saved
     me, kv = transport.seats.me(), jnp.concatenate([k, v], axis=3)
     moving = transport.begin(scheme.slots(kv))
-    (dq, own), moving = lax.optimization_barrier((_own_gradients(call, saved, do, me), moving))
+    (of_own, own), moving = lax.optimization_barrier((_own_gradients(call, saved, do, me), moving))
     sums = transport.no_sums(own)
 
     def tile(moving: Any, hop: Index) -> tuple[jax.Array, ...]:
-        tiles = _Tiles(call, starts, hop, me)
+        tiles = _Tiles(call, starts, hop, me, q)
         rows = [tiles.queries(x) for x in (q, do, o, lse)]
         return tiles.backward(rows, transport.came(moving, hop, me))
 
-    def added(dq: jax.Array, grads: Any, arrived: Slots, hop: Index) -> tuple[jax.Array, Slots]:
-        of_queries, *of_both = (dx.astype(jnp.float32) for dx in grads)
-        of_keys = jnp.concatenate(of_both, axis=3)
-        dq = scheme.add_queries(dq, of_queries, hop, me)
-        return dq, scheme.add_keys(arrived, of_keys, hop, me)
+    def added(stays: Stays, grads: Any, arrived: Slots, hop: Index) -> tuple[Stays, Slots]:
+        of_queries, of_k, of_v, *of_heads = (dx.astype(jnp.float32) for dx in grads)
+        of_keys = jnp.concatenate([of_k, of_v], axis=3)
+        dq = scheme.add_queries(stays[0], of_queries, hop, me)
+        of_heads = [x + dx for x, dx in zip(stays[1], of_heads, strict=True)]
+        return (dq, of_heads), scheme.add_keys(arrived, of_keys, hop, me)
 
     def step(carry: Any, hop: Index) -> Any:
-        dq, moving, sums = lax.optimization_barrier(carry)
+        stays, moving, sums = lax.optimization_barrier(carry)
         travelling = transport.onward(moving), transport.sums(sums, hop, me)
         grads, (following, arrived) = lax.optimization_barrier((tile(moving, hop), travelling))
-        dq, arrived = added(dq, grads, arrived, hop)
-        return dq, following, transport.put(sums, arrived, hop, me)
+        stays, arrived = added(stays, grads, arrived, hop)
+        return stays, following, transport.put(sums, arrived, hop, me)
 
     if scheme.hops:
-        last = scheme.hops
-        dq, moving, sums = lax.optimization_barrier(_each_hop(call, step, (dq, moving, sums), last))
+        last, carry = scheme.hops, (of_own, moving, sums)
+        of_own, moving, sums = lax.optimization_barrier(_each_hop(call, step, carry, last))
         grads, arrived = lax.optimization_barrier(
             (tile(moving, last), transport.sums(sums, last, me))
         )
-        dq, arrived = added(dq, grads, arrived, last)
+        of_own, arrived = added(of_own, grads, arrived, last)
         own = transport.home(own, transport.put(sums, arrived, last, me), last)
     dk, dv = jnp.split(scheme.joined(own), 2, axis=3)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    dq, of_heads = of_own
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), cotangent_of(of_heads)
 
 
-def _own_starts(call: Around, starts: RowStarts | None, me: Index) -> Any:
+Stays = tuple[jax.Array, list[jax.Array]]
+"""Gradients that do not travel, fp32: of this device's queries, and of its heads' values if the
+model learns them."""
+
+
+def _own_starts(call: Around, starts: RowStarts | None, own: Tokens, me: Index) -> Any:
     """Returns the document starts of a device's own tokens, as a kernel takes them."""
-    if starts is None:
-        return None
-    return document_starts(call.scheme.alone(call.scheme.order.take(starts, me)))
+    scheme = call.scheme
+
+    def of_own(rows: jax.Array) -> Any:
+        return scheme.alone(scheme.order.take(rows, me))
+
+    located: Any = call.located(starts, own, of_own)
+    if isinstance(located, ScoreInputs):
+        own_positions: Any = located.positions
+        return located._replace(positions=(own_positions, own_positions))
+    return None if located is None else document_starts(located)
 
 
-def _own_gradients(call: Around, saved: Kept, do: Tokens, me: Index) -> tuple[jax.Array, Slots]:
+def _own_gradients(call: Around, saved: Kept, do: Tokens, me: Index) -> tuple[Stays, Slots]:
     """Returns the gradients (fp32) of attention between a device's own queries and keys; those of
     keys and values are in the layout in which they travel."""
     scheme, scoring = call.scheme, call.scored(call.scheme.own)
     q, k, v, o, lse, do = (
         scheme.alone(x) for x in (saved.q, saved.k, saved.v, saved.o, saved.lse, do)
     )
-    kernel = tile_kernel(call.kernel, q, scoring, documents=saved.starts is not None)
-    own = SavedAttention(q, k, v, _own_starts(call, saved.starts, me), o, lse)
-    dq, dk, dv = (
-        scheme.together(dx).astype(jnp.float32) for dx in kernel.backward(own, do, scoring)
-    )
-    return dq, scheme.slots(jnp.concatenate([dk, dv], axis=3))
+    documents = documents_of(saved.starts) is not None
+    kernel = tile_kernel(call.kernel, q, scoring, documents=documents)
+    starts = _own_starts(call, saved.starts, saved.q, me)
+    grads = kernel.backward(SavedAttention(q, k, v, starts, o, lse), do, scoring)
+    dq, dk, dv = (scheme.together(dx).astype(jnp.float32) for dx in grads[:3])
+    return (dq, [*grads[3:]]), scheme.slots(jnp.concatenate([dk, dv], axis=3))
 
 
 @dataclass(frozen=True)
@@ -187,6 +220,7 @@ class _Tiles:
     row_starts: RowStarts | None
     hop: Index
     me: Index
+    own: Tokens
 
     @property
     def scoring(self) -> Scoring:
@@ -194,9 +228,8 @@ class _Tiles:
 
     @property
     def starts(self) -> Any:
-        if self.row_starts is None:
-            return None
-        return self.call.scheme.starts(self.row_starts, self.hop, self.me)
+        of_tiles = partial(self.call.scheme.starts, hop=self.hop, me=self.me)
+        return self.call.located(self.row_starts, self.own, of_tiles)
 
     def queries(self, x: jax.Array) -> jax.Array:
         return self.call.scheme.queries(x, self.hop, self.me)
@@ -207,7 +240,7 @@ class _Tiles:
         return k, v
 
     def kernel(self, q: jax.Array) -> Any:
-        documents = self.row_starts is not None
+        documents = documents_of(self.row_starts) is not None
         return tile_kernel(self.call.kernel, q, self.scoring, documents=documents)
 
     def forward(self, q: jax.Array, came: Slots) -> Attended:
@@ -234,7 +267,9 @@ class _Tiles:
             return self.kernel(q).backward(saved, do, self.scoring)
 
         def nothing(rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
-            like = (rows[0], *self.keys(came))
+            like, function = [rows[0], *self.keys(came)], self.call.scoring.function
+            if isinstance(self.row_starts, ScoreInputs) and function is not None:
+                like += [self.row_starts.heads] * function.trained
             return tuple(full(x.shape, 0.0, x).astype(x.dtype) for x in like)
 
         return self._where_needed(run, nothing, rows, came)

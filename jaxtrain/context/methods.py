@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxtrain.attention.kernels import SelfAttention
 from jaxtrain.collectives.vary import MeshAxes
-from jaxtrain.context.exchange import to_heads, to_tokens
+from jaxtrain.context.exchange import of_traded_heads, to_heads, to_tokens
 from jaxtrain.context.kernel import Around, KeyTokens, RowStarts, Tokens, attend_around
 from jaxtrain.context.order import Order
 from jaxtrain.context.ring import Gathered, Seats, Transport, Travelling
@@ -154,6 +154,7 @@ class Ulysses:
         axes: MeshAxes,
     ) -> Tokens:
         ways = lax.axis_size(axes)
+        starts = of_traded_heads(starts, axes, ways)
         o = kernel(*to_heads((q, k, v), axes, ways), starts)
         return to_tokens(o, axes, ways)
 
@@ -200,7 +201,7 @@ class TwoLevel:
         axes: MeshAxes,
     ) -> Tokens:
         order, group = self.order(lax.axis_size(axes)), self.group
-        traded = to_heads((q, k, v), axes, group)
+        traded, starts = to_heads((q, k, v), axes, group), of_traded_heads(starts, axes, group)
         if order.groups == 1:
             return to_tokens(kernel(*traded, starts), axes, group)
         q, k, v = traded
@@ -230,6 +231,7 @@ def _around(
             f"Ulysses()), which attends to whole rows by any function"
         )
     kernel.check(q, k, v)
+    kernel.check_located(starts)
     scoring = kernel.scoring(q.shape[3])
     way = scheme(scoring.mask, order, q.shape[1])
     seats = Seats(axes, order.groups, group, isinstance(way, Chunks))

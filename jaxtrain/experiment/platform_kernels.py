@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
+from jaxtrain.attention.fused import FusedKernel
 from jaxtrain.attention.kernels import AttentionKernel, PlatformKernel, choose
+from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.rows import Ragged
@@ -70,9 +74,34 @@ def platform_attention(
         head_dim=call.head_dim,
         window=call.window,
         softcap=call.softcap,
+        function=call.scores is not None,
         checked=checked,
         capability=kernel.capability,
     )
+
+
+def kernel_refusals(kernel: object, blocks: Iterable[Block], sequences: Sequences) -> list[str]:
+    """Returns the reasons why a fused kernel that the experiment names cannot compute the attention
+    of these blocks."""
+    if not isinstance(kernel, FusedKernel):
+        return []
+    reasons: list[str] = []
+    for call in dict.fromkeys(call for block in blocks for call in attentions(block)):
+        mask = AttentionMask(call.causal, call.window)
+        scoring = Scoring(mask, 1.0, call.softcap, call.scores)
+        refusals = partial(
+            kernel.refusals, scoring=scoring, documents=sequences.documents, between=False
+        )
+        shape = (1, sequences.seq, call.heads, call.head_dim)
+        # Traced, since a kernel asks for the type of its queries.
+        jax.eval_shape(
+            lambda q, refusals=refusals: reasons.extend(refusals(q)),
+            jax.ShapeDtypeStruct(shape, sequences.dtype),
+        )
+    return [
+        f"execution.attention={kernel!r}: {reason}; use attention=None, the platform's own"
+        for reason in dict.fromkeys(reasons)
+    ]
 
 
 def types_checked(

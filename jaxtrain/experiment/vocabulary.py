@@ -77,6 +77,7 @@ from jaxtrain.optim.schedule import (
     linear_decay,
     one_minus_sqrt,
 )
+from jaxtrain.scores import Alibi, RelativeBias, ScoreFunction
 from jaxtrain.sources import Source
 from jaxtrain.tokenizers import Tokenizer
 from jaxtrain.transformer.families import FAMILIES
@@ -103,6 +104,7 @@ PROTOCOLS: dict[Any, tuple[type, ...]] = {
     Algorithm: (Lax, Ring, Recursive),
     Codec: (Int8, Fp8, Sign, TopK, RandomK),
     RopeScaling: (LinearScaling, Llama3Scaling, Yarn, DynamicNtk, LongRope),
+    ScoreFunction: (Alibi, RelativeBias),
     Router: (SoftmaxRouter, SigmoidRouter),
     RateSchedule: (Constant, WarmupCosine, WarmupLinear, WarmupStableDecay, InverseSqrt),
     Source: (StdlibSource, TextFiles, JsonLines, Csv, Parquet, Conversations),

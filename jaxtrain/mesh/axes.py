@@ -132,5 +132,6 @@ def keeps_dtype(name: str, dims: int) -> bool:
     """True if a leaf with `dims` dims, stacking ones not counted, is used in its stored dtype.
 
     Leaves with one dim are small, and norms are computed in fp32. Routers and their adapters keep
-    their dtype so that choices depend on rounding as little as possible (Fedus et al. 2022)."""
-    return dims < 2 or name.split(".")[-1].startswith("router")
+    their dtype so that choices depend on rounding as little as possible (Fedus et al. 2022), and
+    what functions of scores learn because scores are fp32."""
+    return dims < 2 or name.split(".")[-1].startswith(("router", "score_values"))

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.attention.documents import ScoreInputs
 from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index, MeshAxes
 from jaxtrain.mesh.axes import keeps_dtype
-from jaxtrain.nn.head_chunk import LEAST_CHUNK
+from jaxtrain.mesh.head_chunk import LEAST_CHUNK
 from jaxtrain.nn.tiles import TiledProducts
 from jaxtrain.quantization import products as quantized
 from jaxtrain.quantization.delayed import SCALES
@@ -34,7 +35,7 @@ from jaxtrain.quantization.recipe import Products
 
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
-Starts = Int[Array, "rows row_seq"] | None
+Starts = Int[Array, "rows row_seq"] | ScoreInputs | None
 """First position of each token's document; rows are complete even where the sequence is cut."""
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]
@@ -161,6 +162,10 @@ class Communicator(Protocol):
 
     def vocab_offset(self, local: int) -> Index:
         """First id of this device's slice of the vocabulary."""
+        ...
+
+    def head_offset(self, local: int) -> Index:
+        """Number of the first of the `local` attention heads that one call sees."""
         ...
 
     def sum_over_heads(self, squares: jax.Array) -> jax.Array:
@@ -328,6 +333,9 @@ class Local:
         return dx
 
     def vocab_offset(self, local: int) -> Index:
+        return 0
+
+    def head_offset(self, local: int) -> Index:
         return 0
 
     def sum_over_heads(self, squares: jax.Array) -> jax.Array:

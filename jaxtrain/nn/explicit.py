@@ -274,6 +274,9 @@ class Explicit(Local):
     def vocab_offset(self, local: int) -> Index:
         return index_in(self.roles.vocab) * local
 
+    def head_offset(self, local: int) -> Index:
+        return index_in(self.roles.heads) * local
+
     def sum_over_heads(self, squares: jax.Array) -> jax.Array:
         return _sum_over_heads(self.roles.heads, self.axes, squares)
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.attention.documents import ScoreInputs
 from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.roles import roles_of
@@ -81,10 +82,14 @@ class Gspmd(Local):
         spec = lambda *axes: partition_spec(activation_dims(axes, table, sizes=sizes))  # noqa: E731
         queries = spec("batch", None, "heads", None)
         keys = spec("batch", None, "kv_heads", None)
+        rows: Any = spec("batch", None)
+        if isinstance(starts, ScoreInputs):
+            of_heads: Any = spec("heads")
+            rows = ScoreInputs(rows, of_heads, rows)
         run = jax.shard_map(
             kernel,
             mesh=self.mesh,
-            in_specs=(queries, keys, keys, spec("batch", None)),
+            in_specs=(queries, keys, keys, rows),
             out_specs=queries,
             check_vma=False,
         )

@@ -10,6 +10,7 @@ from jaxtrain.operations.collectives import HeadExchange, KeyGather
 from jaxtrain.operations.node import Node
 from jaxtrain.operations.operation import Operation
 from jaxtrain.remedies import Clash, Near, multiples_near, options, smaller_axis
+from jaxtrain.scores.function import ScoreFunction
 from jaxtrain.telemetry.flops import AttentionFlops
 
 
@@ -18,7 +19,8 @@ class AttentionCall(Operation):
     """Scores and values of all heads, by `Communicator.attend`. heads: of queries. kv_heads: of
     keys and values. head_dim: that the kernel gets. causal: a query sees no later key. window: as
     in `AttentionConfig`. softcap: likewise. needed: head_dim of queries and keys, and of values,
-    without padding of the shorter; None if neither is padded."""
+    without padding of the shorter; None if neither is padded. scores: their function, None for
+    none. learned: the leaves that it learns."""
 
     heads: int
     kv_heads: int
@@ -27,6 +29,8 @@ class AttentionCall(Operation):
     window: int | None = None
     softcap: float | None = None
     needed: tuple[int, int] | None = None
+    scores: ScoreFunction | None = None
+    learned: tuple[str, ...] = ()
 
     def nodes(self, entry: int, number: int, *, narrow: bool = False) -> list[Node]:
         before = HeadExchange(self.heads + 2 * self.kv_heads, self.head_dim)
@@ -38,11 +42,14 @@ class AttentionCall(Operation):
             Node(
                 inputs=(number,),
                 scores=self.flops,
+                leaves=self.learned,
                 # Its own output too, from which the weights of keys are computed again.
                 input_reads=(attended, number),
+                leaf_reads=(attended, number) if self.learned else (),
                 saved_as="attention",
                 collective=keys,
                 input_collective=keys,
+                leaf_collective=keys if self.learned else None,
             ),
             Node(inputs=(attended,), collective=after, input_collective=after),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import get_args
 
-from jaxtrain.operations.collectives import Communication, ExpertExchange, Gather
+from jaxtrain.operations.collectives import Communication, ExpertExchange, Gather, KeyGather
 from jaxtrain.operations.node import SAVED_AS, Node
 from jaxtrain.operations.operation import Operation
 
@@ -13,7 +13,7 @@ ANY = get_args(Communication)
 KINDS: dict[str, tuple[type, ...]] = {
     "collective": ANY,
     "input_collective": tuple(kind for kind in ANY if kind is not ExpertExchange),
-    "leaf_collective": (Gather,),
+    "leaf_collective": (Gather, KeyGather),
     "deferred_gather": (Gather,),
 }
 """Collectives that a field of a node may have."""

@@ -78,7 +78,8 @@ class Node:
       leaves, read. A node that reads its own number is computed again from within.
     saved_as: name under which remat policies save it, "product" or "attention"; "" if none does.
     collective: of the forward pass. input_collective: of the gradient of its inputs.
-      leaf_collective: of the gradients of its leaves.
+      leaf_collective: of the gradients of its leaves; of keys, where those of its inputs, which
+      bring them too, are not needed.
     deferred: True if a pipeline's W can compute the gradients of its leaves; they are matrices in
       8 bits then, if layers multiply so. deferred_gather: of the gather before such a product, and
       of the scatter behind one: what W gathers again, inputs or gradients of outputs.
@@ -97,11 +98,17 @@ class Node:
     saved_as: str = ""
     collective: Communication | None = None
     input_collective: Gather | Scatter | Sum | HeadExchange | KeyGather | None = None
-    leaf_collective: Gather | None = None
+    leaf_collective: Gather | KeyGather | None = None
     deferred: bool = False
     deferred_gather: Gather | None = None
     scales: Scales = Scales()  # noqa: RUF009 (frozen)
     block: int = 0
+
+    def sent_for_leaves(self, flow: bool) -> tuple[Gather | KeyGather, ...]:
+        """Returns the collectives of the gradients of its leaves. flow: those of its inputs are
+        needed too, which bring keys themselves."""
+        sent = self.leaf_collective
+        return () if sent is None or (flow and isinstance(sent, KeyGather)) else (sent,)
 
     def is_saved(self, remat: str) -> bool:
         """Returns True if the remat policy saves the value for a backward pass that reads it."""

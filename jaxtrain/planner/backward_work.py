@@ -125,7 +125,7 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         flows.append(flow or own)
         reads.append({*(node.input_reads if flow else ()), *(node.leaf_reads if own else ())})
         gradients += [node.input_collective] if flow and node.input_collective is not None else []
-        leaf_gradients += [node.leaf_collective] if own and node.leaf_collective is not None else []
+        leaf_gradients += node.sent_for_leaves(flow) if own else ()
         maxima += node.scales.gradients if flow or own else ()
         read |= _leaves_read(facts, path, node, flow)
     again = sorted(made_again(nodes, set().union(*reads), facts.loop.remat))

@@ -19,9 +19,15 @@ from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.context.choice import Method
 from jaxtrain.data.loader import RowSource
 from jaxtrain.experiment import Experiment
-from jaxtrain.experiment.platform_kernels import Sequences, types_checked, with_kernels
+from jaxtrain.experiment.platform_kernels import (
+    Sequences,
+    kernel_refusals,
+    types_checked,
+    with_kernels,
+)
 from jaxtrain.mesh.axes import STAGE
 from jaxtrain.mesh.compiler_options import with_defaults
+from jaxtrain.mesh.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.roles import Roles, roles_of
 from jaxtrain.mesh.sharding import (
@@ -39,7 +45,6 @@ from jaxtrain.models.buffers import Buffers, without_buffers
 from jaxtrain.models.build import abstract_model
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import description_of
-from jaxtrain.nn.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
@@ -335,11 +340,20 @@ def try_assemble(
             fields, experiment=experiment, spec=spec, sizes=sizes, mode=mode, split=split,
             places=places, parts=parts, pipeline=pipeline,
         )  # fmt: skip
-        return assembly, violations
+        return assembly, violations + _kernel_violations(assembly)
     except Exception:  # caused by one of the violations, which say more
         if not violations:
             raise
         return None, violations
+
+
+def _kernel_violations(assembly: Assembly) -> list[str]:
+    """Returns violations of an attention kernel that the experiment names. Parts of rows that it
+    cannot compute run in `Blockwise`."""
+    if assembly.description is None or assembly.sequences is None or assembly.roles.seq:
+        return []
+    kernel, blocks = assembly.experiment.execution.attention, assembly.described.blocks.values()
+    return kernel_refusals(kernel, blocks, assembly.sequences)
 
 
 def _build(fields: Any, **assembled: Any) -> Assembly:

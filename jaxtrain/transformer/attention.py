@@ -16,6 +16,7 @@ from jaxtrain.models.adapters import column, row
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.norm import Norm, NormConfig
 from jaxtrain.nn.param import constant, normal
+from jaxtrain.scores.function import ScoreFunction, dense
 from jaxtrain.transformer.place import Context, Place, add_bias
 
 
@@ -25,7 +26,10 @@ class AttentionConfig:
 
     kv_heads: None is as many as `heads`. head_dim: None is embed / heads. window: a query sees
     itself and window - 1 tokens before (Mistral). softcap: scores are softcap * tanh(s / softcap).
-    scale: of scores, None is head_dim ** -0.5. rope: None with learned positions.
+    scale: of scores, None is head_dim ** -0.5. rope: None with learned positions, with `scores`
+      that know positions, or with none at all (NoPE, Kazemnejad et al. 2023).
+    scores: a function of each score after scale and softcap, such as `Alibi()` or
+      `RelativeBias()`; None for none. No fused kernel has it: `Blockwise` runs.
 
     qk_norm: of queries and keys by head, None for none. qk_norm_across_heads: it is of all heads
     together, an RMSNorm (OLMo 2). qkv_bias, out_bias: whether the products into queries, keys and
@@ -43,6 +47,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm_across_heads: bool = False
+    scores: ScoreFunction | None = None
 
     @property
     def key_heads(self) -> int:
@@ -88,6 +93,10 @@ class Attention(nnx.Module):
             self.value_bias = constant(0.0, (narrow,), ("kv_heads",))
         if config.out_bias:
             self.out_bias = constant(0.0, (embed,), ("embed",))
+        if config.scores is not None and config.scores.trained:
+            start = jnp.asarray(config.scores.of_heads(config.heads), jnp.float32)
+            # One vector of a head after another: to optimizers no matrix.
+            self.score_values = nnx.Param(start, axes=("heads", "head_dim")[: start.ndim])
         if config.qk_norm is not None and config.qk_norm_across_heads:
             self.query_norm = Norm(config.qk_norm, wide, axis="heads")
             self.key_norm = Norm(config.qk_norm, narrow, axis="kv_heads")
@@ -102,19 +111,34 @@ class Attention(nnx.Module):
         config = self.config
         q, k, v = self._projections(x, context, comm)
         if cache is None:
-            fields = dict(window=config.window, softcap=config.softcap, scale=config.scale)
-            kernel = SelfAttention(causal=True, kernel=self.place.kernel, **fields)
-            o = comm.attend(kernel, q, k, v, context.starts)
+            fields = ("window", "softcap", "scale", "scores")
+            options: Any = {name: getattr(config, name) for name in fields}
+            kernel = SelfAttention(causal=True, kernel=self.place.kernel, **options)
+            values = self._values_of_heads(q.shape[2], comm)
+            starts = kernel.located(context.starts, values)
+            o = comm.attend(kernel, q, k, v, starts)
         else:
             assert context.index is not None, "a cache is read at an index"
             cache = Cache(
                 extend(cache.keys, k, context.index), extend(cache.values, v, context.index)
             )
-            o = _attend_cache(q, cache, context, config)
+            values = self._values_of_heads(q.shape[2], comm)
+            o = _attend_cache(q, cache, context, config, values)
         out = row(comm, self, "out", o.reshape(-1, o.shape[-2] * o.shape[-1]))
         if config.out_bias:
             out = add_bias(out, self.out_bias[...])
         return out, cache
+
+    def _values_of_heads(self, heads: int, comm: Communicator) -> jax.Array | None:
+        """What the function of scores has for the `heads` heads that one call sees."""
+        function = self.config.scores
+        if function is None:
+            return None
+        if function.trained:
+            return self.score_values[...]
+        every = jnp.asarray(function.of_heads(self.config.heads))
+        first = comm.head_offset(heads)
+        return jax.lax.dynamic_slice_in_dim(every, first, heads)
 
     def _projections(self, x: jax.Array, context: Context, comm: Communicator) -> list[jax.Array]:
         """q, k, v [rows, seq, heads, head_dim], rotated."""
@@ -161,9 +185,14 @@ def seen_in_cache(index: jax.Array, new: int, max_seq: int, window: int | None =
 
 
 def _attend_cache(
-    q: jax.Array, cache: Cache, context: Context, config: AttentionConfig
+    q: jax.Array,
+    cache: Cache,
+    context: Context,
+    config: AttentionConfig,
+    values: jax.Array | None,
 ) -> jax.Array:
-    """Attention of a few new tokens over the cache; dense, scores [rows, heads, new, max_seq]."""
+    """Attention of a few new tokens over the cache; dense, scores [rows, heads, new, max_seq].
+    values: for the function of scores, by head."""
     rows, new, heads, size = q.shape
     grouped = q.reshape(rows, new, config.key_heads, -1, size)
     scores = jnp.einsum("bqkgd,bskd->bkgqs", grouped, cache.keys).astype(jnp.float32)
@@ -172,6 +201,9 @@ def _attend_cache(
         scores = config.softcap * jnp.tanh(scores / config.softcap)
     assert context.index is not None, "a cache is read at an index"
     visible = seen_in_cache(context.index, new, cache.keys.shape[1], config.window)
+    if config.scores is not None and values is not None:
+        places = context.index + jnp.arange(new)[None], jnp.arange(cache.keys.shape[1])[None]
+        scores = dense(config.scores, scores, values, places, visible[None])
     weights = jax.nn.softmax(jnp.where(visible[None, None, None], scores, -1e30), axis=-1)
     out = jnp.einsum("bkgqs,bskd->bqkgd", weights.astype(q.dtype), cache.values)
     return out.reshape(rows, new, heads, size)

@@ -38,12 +38,21 @@ def _describe_attention(a: AttentionConfig, embed: int) -> tuple[Operation, ...]
     columns = ColumnParallel(tuple(Weight(f"attention.{k}", embed, n) for k, n in into.items()))
     biases = tuple(f"attention.{k}_bias" for k in into) if a.qkv_bias else ()
     norms = () if a.qk_norm is None else ("attention.query_norm.", "attention.key_norm.")
+    learns = a.scores is not None and a.scores.trained
     across = (NormAcrossHeads(norms, sums=2),) if a.qk_norm_across_heads else ()
     return (
         columns,
         Elementwise(biases if across else (*biases, *norms)),
         *across,
-        AttentionCall(a.heads, a.key_heads, size, True, a.window, a.softcap),
+        AttentionCall(
+            a.heads,
+            a.key_heads,
+            size,
+            window=a.window,
+            softcap=a.softcap,
+            scores=a.scores,
+            learned=("attention.score_values",) if learns else (),
+        ),
         RowParallel(Weight("attention.out", wide, embed)),
         *([Bias(("attention.out_bias",))] if a.out_bias else []),
     )

@@ -6,10 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.moe.router import Balance, Capacity, SigmoidRouter, SoftmaxRouter
 from jaxtrain.nn.norm import NormConfig, RMSNorm
 from jaxtrain.remedies import Clash, Near, Way, under
+from jaxtrain.scores.function import ScoreFunction
 from jaxtrain.transformer.attention import AttentionConfig
 from jaxtrain.transformer.block import BlockConfig
 from jaxtrain.transformer.decoder_fields import DecoderFields
@@ -46,8 +51,6 @@ def violations(config: DecoderFields) -> list[str]:
     if not _whole(config.embed):
         return problems  # heads are checked against it
     problems += _of_blocks(config)
-    if config.learned_positions is None and any(b.attention.rope is None for b in config.blocks):
-        problems.append("some block has no rope and there are no learned positions; set either")
     if not _share(config.dropout):
         problems.append(f"dropout={config.dropout}; use a share in [0, 1)")
     return problems
@@ -94,6 +97,7 @@ def _attention_violations(a: AttentionConfig | LatentAttentionConfig, embed: int
             violations.append(f"{name}={value}; use {NEEDED[holds]}, or None")
     if isinstance(a, LatentAttentionConfig):
         return violations + _latent_violations(a)
+    violations += _score_violations(a)
     if a.head_dim is not None and not _whole(a.head_dim):
         return violations
     sizes = {"embed": embed, "heads": a.heads, "head_dim": a.head_dim}
@@ -138,6 +142,61 @@ def _attention_violations(a: AttentionConfig | LatentAttentionConfig, embed: int
             f"{a.qk_norm!r}; use an RMSNorm, or False"
         )
     return violations
+
+
+def _score_violations(a: AttentionConfig) -> list[str]:
+    if a.scores is None:
+        return []
+    if not isinstance(a.scores, ScoreFunction):
+        return [
+            f"scores={a.scores!r}; use Alibi(), RelativeBias(), a frozen dataclass derived from "
+            "jaxtrain.scores.ScoreFunction, or None"
+        ]
+    kind = type(a.scores)
+    if "__dataclass_params__" not in vars(kind):
+        return [
+            f"scores={a.scores!r}: put @dataclass(frozen=True) above class {kind.__name__}, so "
+            "that a run records its fields"
+        ]
+    if a.scores.trained and kind.of_heads is ScoreFunction.of_heads:
+        return [
+            f"scores={a.scores!r} has trained=True and no of_heads(heads); return from it the "
+            "values that the heads begin with"
+        ]
+    try:
+        values = a.scores.of_heads(a.heads)
+    except Exception as error:  # whatever a user's method raises
+        return [f"scores={a.scores!r}: of_heads({a.heads}) raises {type(error).__name__}: {error}"]
+    shape = np.shape(values)
+    if shape[:1] != (a.heads,) or (a.scores.trained and len(shape) > 2):
+        needed = f"[{a.heads}] or [{a.heads}, n]" if a.scores.trained else f"[{a.heads}, ...]"
+        return [
+            f"scores={a.scores!r}: of_heads({a.heads}) has the shape {[*shape]}; return {needed}, "
+            "values for each head"
+        ]
+    return _call_violations(a.scores, values)
+
+
+def _call_violations(function: ScoreFunction, values: Any) -> list[str]:
+    """Violations of a function of scores that is called as attention calls it, for shapes alone."""
+    score, place = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    head = jnp.asarray(values, jnp.float32 if function.trained else None)[0]
+    try:
+        out = jax.eval_shape(function, score, head, place, place)
+    except Exception as error:  # whatever a user's function raises
+        line = (str(error).splitlines() or [""])[0]
+        return [
+            f"scores={function!r}, called with score, head {[*head.shape]}, query and key, raises "
+            f"{type(error).__name__}: {line}; use jax.numpy alone, and jnp.where in the place of if"
+        ]
+    dtype = getattr(out, "dtype", None)
+    if dtype is None or out.shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        result = type(out).__name__ if dtype is None else f"{dtype}{[*out.shape]}"
+        return [
+            f"scores={function!r} returns {result} of a score, head {[*head.shape]}, query and "
+            "key; return a floating scalar, the changed score"
+        ]
+    return []
 
 
 def _unturned(
@@ -269,6 +328,11 @@ def _layers_unknown(config: DecoderFields) -> list[str]:
         blocks = getattr(config, name)
         if not isinstance(blocks, tuple) or not all(hasattr(b, "attention") for b in blocks):
             violations.append(f"{name}={blocks!r}; use a tuple of BlockConfig, such as (block,)")
+            continue
+        try:
+            hash(blocks)
+        except TypeError as error:
+            violations.append(f"{name}: a block has a field of {error}; use numbers and tuples")
     if config.period == ():
         violations.append("period=() has no block to repeat; use period=(block,)")
     return violations or too_many("layers", config.layers, LAYERS)

@@ -44,10 +44,15 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
     """Returns violations of a user's own attention kernel on this mesh: devices with some of the
     heads or a part of a row, and a sample of text."""
     kernel = experiment.execution.attention
-    if is_standard(kernel):
-        return []
     name = kernel_name(kernel)
     prefix = f"execution.attention={name} is a kernel of your own"
+    if is_own(kernel) and _has_functions_of_scores(experiment):
+        return [
+            f"{prefix}, and AttentionConfig.scores is computed by those of jaxtrain.attention "
+            "alone; use execution.attention=None, or scores=None and a kernel that has the function"
+        ]
+    if is_standard(kernel):
+        return []
     standard = f"say that it computes softmax attention as jaxtrain.attention has it ({name}"
     standard += ".standard = True)"
     roles = roles_of(experiment.sharding.activations, sizes)
@@ -73,6 +78,12 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
             f"evaluation.sample=None, or {standard}"
         )
     return violations
+
+
+def _has_functions_of_scores(experiment: Experiment) -> bool:
+    model = described_where_sound(experiment)
+    blocks = () if model is None else model.layers
+    return any(call.scores is not None for block in blocks for call in attentions(block))
 
 
 def _attends_outside_the_stack(experiment: Experiment) -> bool:

@@ -203,7 +203,7 @@ def test_exactly_the_visible_tiles_are_computed(mask, blocks):
         for run in runs:
             computed[queries.start : queries.stop, run.start : run.stop] = True
             whole = block[:, run.start : run.stop].all()
-            assert (tiling.visible_in(queries, run) is None) == whole
+            assert (tiling.written_out(queries, run)[0] is None) == whole
     assert (computed >= seen).all()
 
 

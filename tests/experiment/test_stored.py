@@ -541,7 +541,7 @@ def test_no_class_that_an_experiment_may_hold_is_forgotten() -> None:
     # Of an `Optax` what it was given is stored; `bench gpu` has documents of its own. Models make
     # a `SelfAttention`, no experiment; what is made to look at a saved run is stored nowhere.
     known = {"MeshSpec", "Layers", "Executor", "Optax", "SyntheticDocuments"}
-    known |= {"SelfAttention", "ExpertLayer", "Interleaved", "Numbered"}
+    known |= {"SelfAttention", "ExpertLayer", "Interleaved", "Numbered", "ScoreFunction"}
     known |= {"GivenTokenizer", "OneSplit", "GivenRows"}
     assert forgotten == known, "say in vocabulary.py who holds it"
 

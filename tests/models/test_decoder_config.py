@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from jaxtrain.mesh.sharding import ShardingRules, fsdp, table, tensor
 from jaxtrain.nn.module import build, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
 from jaxtrain.nn.param import Initialisation
+from jaxtrain.scores import Alibi, ScoreFunction
 from jaxtrain.transformer.attention import AttentionConfig
 from jaxtrain.transformer.block import BlockConfig
 from jaxtrain.transformer.decoder import DecoderConfig
@@ -25,6 +27,20 @@ from jaxtrain.validation.split import unsplit
 ROWS, SEQ, VOCAB = 2, 8, 13
 NORM = RMSNorm()
 BIASED = {"qkv_bias": True, "out_bias": True}
+
+
+@dataclass(frozen=True)
+class OfTwoHeads(ScoreFunction):
+    def of_heads(self, heads: int) -> np.ndarray:
+        return np.zeros(2)
+
+
+@dataclass(frozen=True)
+class Cubes(ScoreFunction):
+    trained: ClassVar[bool] = True
+
+    def of_heads(self, heads: int) -> np.ndarray:
+        return np.zeros((heads, 2, 2))
 
 
 def decoder(*period, layers=2, **fields):
@@ -185,8 +201,14 @@ def test_std_by_fan_in():
           "an RMSNorm, or False"]),
         (decoder(block(), block(dropout=1.0), dropout=-0.1),
          ["block 1: dropout=1.0; use a share in [0, 1)", "dropout=-0.1; use a share in [0, 1)"]),
-        (decoder(block(rope=None)),
-         ["some block has no rope and there are no learned positions; set either"]),
+        (decoder(block(scores=Alibi)),
+         [f"block 0: scores={Alibi!r}; use Alibi(), RelativeBias(), a frozen dataclass derived "
+          "from jaxtrain.scores.ScoreFunction, or None"]),
+        (decoder(block(scores=OfTwoHeads(), heads=4), block(scores=Cubes(), heads=4), layers=2),
+         ["block 0: scores=OfTwoHeads(): of_heads(4) has the shape [2]; return [4, ...], values "
+          "for each head",
+          "block 1: scores=Cubes(): of_heads(4) has the shape [4, 2, 2]; return [4] or [4, n], "
+          "values for each head"]),
         (decoder(block(heads=0), block(kv_heads=0), block(hidden=0), block(window=0), layers=5,
                  learned_positions=0, suffix=(block(head_dim=0, softcap=-1.0),), logit_softcap=0.0),
          ["learned_positions=0; use a whole number of at least 1, or None",

@@ -183,7 +183,7 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "rows": (Own((("input_collective", ROWS),)), "input_collective=ExpertExchange.*KeyGather, or"),
     "a scatter": (
         Own((("leaves", ("a",)), ("leaf_collective", of.Scatter(4)))),
-        "leaf_collective=Scatter.*; give one of Gather, or None",
+        "leaf_collective=Scatter.*; give one of Gather, KeyGather, or None",
     ),
     "W's scatter": (
         Own((("deferred_gather", of.Scatter(4)),)),

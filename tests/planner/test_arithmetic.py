@@ -14,6 +14,7 @@ from jaxtrain.attention.kernels import Reference
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
+from jaxtrain.attention.triton import Triton
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.context.methods import GatheredKeys, RingAttention, Ulysses
 from jaxtrain.mesh.mesh import make_mesh
@@ -90,7 +91,7 @@ def test_what_is_made_again_is_asked_for() -> None:
     assert asked("attention") - none == products
     assert asked("dots") - none == attention
     assert asked("full") - none == products + attention
-    fused = asked("none", attention=Splash(interpret=True))
+    fused = asked("none", attention=Triton(interpret=True))
     assert fused == none - 3.5 * attention
     experts = asked("none", experts=4)
     assert asked("dots", experts=4) - experts > attention, "a mixture is saved by `none` alone"
@@ -130,7 +131,7 @@ def test_a_kernel_has_at_least_the_flops_of_one_forward_call() -> None:
     pairs = 16 * 17 / 2
     attention = 2 * 2 * rows * pairs * heads * width
     for axes in ({"data": 2}, {"tensor": 2}):
-        found = least_kernel_flops(assembled(axes, attention=Splash(interpret=True)))
+        found = least_kernel_flops(assembled(axes, attention=Triton(interpret=True)))
         assert found == attention
     experts = assembled({"data": 2}, experts=4, grouped_matmul=Megablox(interpret=True))
     whole = opaque_flops(experts) / 3 / e.model.layers / e.microbatches

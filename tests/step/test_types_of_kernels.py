@@ -86,7 +86,7 @@ OF_OTHERS = [
     ((Cudnn(), None), None, "execution.attention=Cudnn.*GPUs.*of CPUs; use attention=None"),
     ((Triton(), TritonBlocks()), "tpu_v5e", r"Triton.*\n.*Blocks"),
     ((None, Megablox()), "h100_sxm", "execution.grouped_matmul=Megablox.*TPUs"),
-    ((Splash(interpret=True), Megablox(interpret=True)), None, ""),
+    ((Triton(interpret=True), Megablox(interpret=True)), None, ""),
 ]
 
 

@@ -24,6 +24,7 @@ from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.loss import logits
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.scores import Alibi
 from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
@@ -87,6 +88,7 @@ def variants(decoder: jaxtrain.Experiment) -> dict[str, jaxtrain.Experiment]:
     block = decoder.model.period[0]
     windowed = replace(block, attention=replace(block.attention, window=3, kv_heads=1))
     flat = replace(block, attention=replace(block.attention, rope=None))
+    sloped = replace(block, attention=replace(block.attention, rope=None, scores=Alibi(), window=6))
     routed = replace(block, mlp=jaxtrain.MoeConfig(block.mlp.hidden, experts=4))
     return {
         "one layer, tied": sharpened(decoder),
@@ -96,6 +98,7 @@ def variants(decoder: jaxtrain.Experiment) -> dict[str, jaxtrain.Experiment]:
         "prefix, suffix, learned positions": sharpened(
             decoder, layers=3, prefix=(windowed,), suffix=(flat,), learned_positions=24, tied=False
         ),
+        "functions of scores": sharpened(decoder, layers=4, period=(sloped, flat), tied=False),
         "experts": sharpened(decoder, layers=2, period=(routed,), tied=False),
     }
 
@@ -104,6 +107,7 @@ def variants(decoder: jaxtrain.Experiment) -> dict[str, jaxtrain.Experiment]:
     "name",
     [
         "one layer, tied",
+        "functions of scores",
         pytest.param("stacked pairs, windows", marks=pytest.mark.slow),
         pytest.param("prefix, suffix, learned positions", marks=pytest.mark.slow),
         "experts",
@@ -146,7 +150,12 @@ def test_a_cache_is_made_anew_where_longrope_changes_its_factors(
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [("one layer, tied", 0.0), ("one layer, tied", 0.8), ("experts", 0.0)],
+    [
+        ("one layer, tied", 0.0),
+        ("one layer, tied", 0.8),
+        ("experts", 0.0),
+        ("functions of scores", 0.0),
+    ],
 )
 def test_the_mesh_does_not_change_the_continuation(
     decoder: jaxtrain.Experiment, name: str, temperature: float

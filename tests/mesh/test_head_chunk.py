@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain import load_mesh
 from jaxtrain.mesh.hardware import CHIPS
-from jaxtrain.nn.head_chunk import LEAST_CHUNK, chunk_tokens_of
+from jaxtrain.mesh.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.planner.assembled import facts_of
 from jaxtrain.session.check import check
 from jaxtrain.step.communicators import explicit_communicator

@@ -1,0 +1,10 @@
+"""Functions of scores: what attention makes of scale * q.k before the softmax.
+
+`function.py` has their base class and the calls of a tile, `biases.py` two of the field's. Does not
+belong here: kernels (attention/), of which `Reference` and `Blockwise` compute functions and fused
+ones refuse them. To read first: Press et al. 2022, Train Short, Test Long (ALiBi).
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
