@@ -164,23 +164,23 @@ def _score_violations(a: AttentionConfig) -> list[str]:
             "values that the heads begin with"
         ]
     try:
-        values = a.scores.of_heads(a.heads)
+        values = np.asarray(a.scores.of_heads(a.heads))
     except Exception as error:  # whatever a user's method raises
         return [f"scores={a.scores!r}: of_heads({a.heads}) raises {type(error).__name__}: {error}"]
-    shape = np.shape(values)
-    if shape[:1] != (a.heads,) or (a.scores.trained and len(shape) > 2):
+    if values.shape[:1] != (a.heads,) or (a.scores.trained and values.ndim > 2):
         needed = f"[{a.heads}] or [{a.heads}, n]" if a.scores.trained else f"[{a.heads}, ...]"
         return [
-            f"scores={a.scores!r}: of_heads({a.heads}) has the shape {[*shape]}; return {needed}, "
-            "values for each head"
+            f"scores={a.scores!r}: of_heads({a.heads}) has the shape {[*values.shape]}; return "
+            f"{needed}, values for each head"
         ]
     return _call_violations(a.scores, values)
 
 
-def _call_violations(function: ScoreFunction, values: Any) -> list[str]:
-    """Violations of a function of scores that is called as attention calls it, for shapes alone."""
-    score, place = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    head = jnp.asarray(values, jnp.float32 if function.trained else None)[0]
+def _call_violations(function: ScoreFunction, values: np.ndarray) -> list[str]:
+    """Violations of a function of scores. It is called for shapes: an array would take devices."""
+    score, place = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
+    kind = jax.dtypes.canonicalize_dtype(jnp.float32 if function.trained else values.dtype)
+    head = jax.ShapeDtypeStruct(values.shape[1:], kind)
     try:
         out = jax.eval_shape(function, score, head, place, place)
     except Exception as error:  # whatever a user's function raises

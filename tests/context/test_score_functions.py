@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from score_functions import Fading
 from test_methods import PACKED, Case, draw, row_starts
 
 from jaxtrain.attention.blockwise import Blockwise
@@ -34,21 +35,6 @@ from jaxtrain.experiment.platform_kernels import Sequences, platform_attention
 from jaxtrain.operations.attention import AttentionCall
 from jaxtrain.scores import Alibi, RelativeBias, ScoreFunction
 from jaxtrain.scores.function import ScoreTile
-
-
-@dataclass(frozen=True)
-class Fading(ScoreFunction):
-    """Not a sum, defined for keys before their query alone, with a learned rate for each head."""
-
-    trained: ClassVar[bool] = True
-
-    def of_heads(self, heads: int) -> np.ndarray:
-        return np.linspace(0.3, 0.9, heads, dtype=np.float32)
-
-    def __call__(
-        self, score: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array
-    ) -> jax.Array:
-        return score * jnp.exp(-head * jnp.sqrt((query - key).astype(jnp.float32) + 0.25))
 
 
 @dataclass(frozen=True)

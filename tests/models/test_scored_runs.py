@@ -3,6 +3,8 @@ from, branched and refused."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from score_functions import Fading
 from test_encoder import held
 
 import jaxtrain
@@ -30,21 +33,6 @@ from jaxtrain.step.assembly import assemble, try_assemble
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = ROOT / "experiments" / "stdlib_lm.py"
-
-
-@dataclass(frozen=True)
-class Fading(ScoreFunction):
-    """Of a user: not a sum, with a learned rate for each head."""
-
-    trained: ClassVar[bool] = True
-
-    def of_heads(self, heads: int) -> np.ndarray:
-        return np.linspace(0.3, 0.9, heads, dtype=np.float32)
-
-    def __call__(
-        self, score: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array
-    ) -> jax.Array:
-        return score * jnp.exp(-head * jnp.sqrt((query - key).astype(jnp.float32) + 0.25))
 
 
 def small(scores: ScoreFunction | None, **attention: Any) -> Experiment:
@@ -100,15 +88,15 @@ def test_what_heads_learn_is_saved_goes_on_elsewhere_and_is_not_exported(tmp_pat
     jaxtrain.train(experiment, jaxtrain.mesh_from_axes(fsdp=2, tensor=2), run_dir=run, steps=2)
     rest = jaxtrain.train(experiment, jaxtrain.mesh_from_axes(context=4), run_dir=run)
     assert rest.loss == pytest.approx(whole.loss, rel=1e-6)
-    model = jaxtrain.load(run, trust=__name__)
+    model = jaxtrain.load(run, trust="score_functions")
     values = np.asarray(model.period[0].attention.score_values[...])
     assert values.shape == (experiment.model.layers, 8)
     assert np.abs(values - Fading().of_heads(8)).max() > 1e-4
     tokens = jnp.arange(24)[None]
-    other = jaxtrain.load(tmp_path / "whole", trust=__name__).logits(tokens)
+    other = jaxtrain.load(tmp_path / "whole", trust="score_functions").logits(tokens)
     assert np.allclose(model.logits(tokens), other, atol=1e-4)
     with pytest.raises(ValueError, match=r"block\.attention\.scores.*Fading"):
-        jaxtrain.export(run, tmp_path / "folder", trust=__name__)
+        jaxtrain.export(run, tmp_path / "folder", trust="score_functions")
 
 
 def test_what_heads_learn_is_no_matrix_and_used_in_fp32() -> None:
@@ -184,6 +172,24 @@ def test_a_function_that_attention_cannot_call_is_refused(name: str) -> None:
     scores, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         assemble(small(scores), mesh_from_axes(data=2))
+
+
+def test_a_check_takes_no_device() -> None:
+    """`launch` checks a run before it starts the processes that the devices are for."""
+    source = f"""
+from dataclasses import replace
+import jax, jaxtrain
+from jax._src import xla_bridge
+from jaxtrain.scores import RelativeBias
+from jaxtrain.step.assembly import assemble
+e = jaxtrain.load_experiment({str(EXPERIMENT)!r})
+(block,) = e.model.period
+attention = replace(block.attention, scores=RelativeBias())
+model = replace(e.model, period=(replace(block, attention=attention),))
+assemble(replace(e, model=model), jaxtrain.mesh_from_axes(fsdp=8))
+assert not xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", source], check=True)
 
 
 def test_a_kernel_of_ones_own_gets_no_function() -> None:
