@@ -20,7 +20,8 @@ class AttentionCall(Operation):
     keys and values. head_dim: that the kernel gets. causal: a query sees no later key. window: as
     in `AttentionConfig`. softcap: likewise. needed: head_dim of queries and keys, and of values,
     without padding of the shorter; None if neither is padded. scores: their function, None for
-    none. learned: the leaves that it learns."""
+    none. learned: the leaves that it learns. queries: the leaves that queries alone are computed
+    with; a name that ends with a dot is the beginning of several."""
 
     heads: int
     kv_heads: int
@@ -31,10 +32,11 @@ class AttentionCall(Operation):
     needed: tuple[int, int] | None = None
     scores: ScoreFunction | None = None
     learned: tuple[str, ...] = ()
+    queries: tuple[str, ...] = ()
 
     def nodes(self, entry: int, number: int, *, narrow: bool = False) -> list[Node]:
         before = HeadExchange(self.heads + 2 * self.kv_heads, self.head_dim)
-        keys = KeyGather(self.kv_heads, self.head_dim, self.causal, self.window)
+        keys = KeyGather(self.kv_heads, self.head_dim, self.causal, self.window, self.queries)
         after = HeadExchange(self.heads, self.head_dim, back=True)
         attended = number + 1
         return [

@@ -44,13 +44,14 @@ class KeyGather:
     """Keys and values of all tokens of a row, brought to each device that has a part of the row.
 
     heads, head_dim: of keys.
-    causal, window: as in `AttentionCall`.
+    causal, window, queries: as in `AttentionCall`.
     """
 
     heads: int
     head_dim: int
     causal: bool
     window: int | None
+    queries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

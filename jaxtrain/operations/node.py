@@ -104,12 +104,6 @@ class Node:
     scales: Scales = Scales()  # noqa: RUF009 (frozen)
     block: int = 0
 
-    def sent_for_leaves(self, flow: bool) -> tuple[Gather | KeyGather, ...]:
-        """Returns the collectives of the gradients of its leaves. flow: those of its inputs are
-        needed too, which bring keys themselves."""
-        sent = self.leaf_collective
-        return () if sent is None or (flow and isinstance(sent, KeyGather)) else (sent,)
-
     def is_saved(self, remat: str) -> bool:
         """Returns True if the remat policy saves the value for a backward pass that reads it."""
         return remat == "none" or self.saved_as in SAVED[remat]

@@ -91,7 +91,7 @@ class StageLayout:
             return leaf
         inner = leaf.shape[dim + (2 if self.chunks > 1 else 1) :]
         flat = leaf.reshape(*leaf.shape[:dim], -1, *inner)
-        return jnp.take(flat, self.slot_of, axis=dim) if self.padding else flat
+        return flat.take(self.slot_of, axis=dim) if self.padding else flat
 
     def by_chunk(self, leaf: Shaped[Array, " ..."]) -> Shaped[Array, "chunks depth ..."]:
         """A device's part of a leaf in slots, always with a dim of chunks."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
 from jaxtrain.operations.block import chain
 from jaxtrain.operations.collectives import Communication, ExpertExchange
+from jaxtrain.operations.flows import Flow, gradient_flows, sent_back
 from jaxtrain.operations.node import Node, Tensors
 from jaxtrain.operations.recompute import (
     collectives_of,
@@ -112,29 +113,29 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
     """Returns the backward work of the blocks at these paths. below: the gradient of their input is
     needed."""
     nodes = chain(tuple(facts.model.blocks[path] for path in paths), facts.narrow)
-    # For each value: does a gradient flow down to it, and which values do its gradients read?
-    flows, reads = [below], [set[int]()]
-    gradients: list[Communication] = []
-    leaf_gradients: list[Communication] = []
+    sequence = facts.sequence
+    flows = gradient_flows(
+        nodes,
+        lambda block, name: _trains(facts, paths[block], (name,)),
+        below=below,
+        traded=sequence is not None and sequence.group > 1,
+    )
+    sent = [sent_back(node, flow) for node, flow in zip(nodes, flows, strict=True)]
+    reads = [set[int]()]  # values that the gradients of each value read
     maxima: list[Tensors] = []
     read: set[str] = set()
-    for node in nodes[1:]:
-        path = paths[node.block]
-        flow = any(flows[source] for source in node.inputs)
-        own = _trains(facts, path, node.leaves)
-        flows.append(flow or own)
-        reads.append({*(node.input_reads if flow else ()), *(node.leaf_reads if own else ())})
-        gradients += [node.input_collective] if flow and node.input_collective is not None else []
-        leaf_gradients += node.sent_for_leaves(flow) if own else ()
-        maxima += node.scales.gradients if flow or own else ()
-        read |= _leaves_read(facts, path, node, flow)
+    for node, flow in zip(nodes[1:], flows[1:], strict=True):
+        input_reads = node.input_reads if flow.inputs else ()
+        reads.append({*input_reads, *(node.leaf_reads if flow.own else ())})
+        maxima += node.scales.gradients if flow else ()
+        read |= _leaves_read(facts, paths[node.block], node, bool(flow.inputs))
     again = sorted(made_again(nodes, set().union(*reads), facts.loop.remat))
     for number in again:
         read |= _leaves(facts, paths[nodes[number].block], nodes[number])
     products_again = [n for n in again if gathered_for_weights(nodes, n)]
     return BackwardWork(
-        gradients=tuple(gradients),
-        leaf_gradients=tuple(leaf_gradients),
+        gradients=tuple(inputs for inputs, _ in sent if inputs is not None),
+        leaf_gradients=tuple(leaves for _, leaves in sent if leaves is not None),
         again=collectives_of(nodes, (n for n in again if n not in products_again)),
         products_again=collectives_of(nodes, products_again),
         read=frozenset(read),
@@ -172,20 +173,20 @@ def _mixtures(
     facts: StepFacts,
     paths: Sequence[str],
     nodes: Sequence[Node],
-    flows: Sequence[bool],
+    flows: Sequence[Flow],
     reads: Sequence[set[int]],
     again: Set[int],
 ) -> Iterator[MixtureWork]:
-    """Yields the work of each mixture of a chain. flows, reads: for each value, whether a gradient
-    flows down to it, and the values that its gradients read. again: recomputed values."""
+    """Yields the work of each mixture of a chain. flows, reads: of each value, and the values that
+    its gradients read. again: recomputed values."""
     outputs = made_again_for_others(nodes, reads, facts.loop.remat)
     for number, node in enumerate(nodes):
         if (exchange := node.exchange) is None:
             continue
-        path, tokens = paths[node.block], any(flows[source] for source in node.inputs)
+        path, tokens = paths[node.block], bool(flows[number].inputs)
         rows = tokens or _trains(facts, path, exchange.matrices)
         shares = tokens or _trains(facts, path, (exchange.router,))
-        others = dict(any=flows[number], again=number in again, outputs=number in outputs)
+        others = dict(any=bool(flows[number]), again=number in again, outputs=number in outputs)
         yield MixtureWork(exchange, tokens=tokens, rows=rows, shares=shares, **others)
 
 

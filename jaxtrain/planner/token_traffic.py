@@ -118,7 +118,7 @@ def backward(facts: StepFacts, roles: Roles, work: BackwardWork) -> Iterator[Sen
     yield from token_collectives(facts, "columns, backward", roles, scatters)
     again, _, _ = _by_kind(work.leaf_gradients)
     yield from token_collectives(facts, "columns, for weight gradients", roles, again)
-    yield from context.forward(facts, roles, work.leaf_gradients, ", for heads' values")
+    yield from context.forward(facts, roles, work.leaf_gradients, ", for gradients")
     yield from maxima(facts, "greatest inputs, again", roles, work.maxima_again)
     yield from head_sums(facts, "squares over heads, backward", roles, sums)
     yield from context.backward(facts, roles, work.gradients)

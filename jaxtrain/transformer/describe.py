@@ -52,6 +52,7 @@ def _describe_attention(a: AttentionConfig, embed: int) -> tuple[Operation, ...]
             softcap=a.softcap,
             scores=a.scores,
             learned=("attention.score_values",) if learns else (),
+            queries=("attention.query", "attention.query_bias", "attention.query_norm."),
         ),
         RowParallel(Weight("attention.out", wide, embed)),
         *([Bias(("attention.out_bias",))] if a.out_bias else []),
@@ -63,6 +64,7 @@ def _describe_latent(a: LatentAttentionConfig, embed: int) -> tuple[Operation, .
         return (Weight(f"attention.{leaf}", rows, columns),)
 
     wide = a.heads * a.head_dim
+    of_queries = tuple(f"attention.query{end}" for end in ("", "_down", "_norm.", "_up"))
     queries: tuple[Operation, ...] = (ColumnParallel(named("query", embed, wide)),)
     if a.query_latent is not None:
         queries = (
@@ -82,7 +84,7 @@ def _describe_latent(a: LatentAttentionConfig, embed: int) -> tuple[Operation, .
     size, needed = max(a.head_dim, a.value_head_dim), (a.head_dim, a.value_head_dim)
     return (
         Branches((queries, keys)),
-        AttentionCall(a.heads, a.heads, size, needed=needed),
+        AttentionCall(a.heads, a.heads, size, needed=needed, queries=of_queries),
         RowParallel(*named("out", a.heads * a.value_head_dim, embed)),
     )
 

@@ -68,6 +68,31 @@ def test_the_contract_is_kept_and_flops_are_those_asked_for(layout):
     assert_predicted(assembled(layout, small()))
 
 
+QUERIES = jaxtrain.FineTuning(trainable=("*.attention.query",))
+KEYS = jaxtrain.FineTuning(trainable=("*.attention.key",))
+LORA = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, targets=("*.attention.query",)))
+
+
+@pytest.mark.parametrize(
+    ("tuning", "context"),
+    [
+        (QUERIES, "ring, zig-zag"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (KEYS, "ring, zig-zag"),
+                (LORA, "ring, in order"),
+                (QUERIES, "gathered keys"),
+                (QUERIES, "two levels"),
+            ]
+        ),
+    ],
+)
+def test_first_layers_send_no_gradients_of_keys_for_queries_alone(tuning, context):
+    layout = Layout((("data", 2), ("context", 4)), context=context)
+    assert_predicted(assembled(layout, replace(small(), fine_tuning=tuning)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["ring, zig-zag", "ring, in order", "gathered keys"])
 @pytest.mark.parametrize("window", [2, 6, 13])
