@@ -39,9 +39,10 @@ class Minutes:
 @dataclass(frozen=True)
 class Best:
     """The `n` saves with the least `metric` (the greatest if `greatest`), of those that have it:
-    eval_loss or bits_per_byte, of steps that are both evaluated and saved. After the last step only
-    where that evaluation is over as many batches (`Evaluation.final_batches`) as the others. Where
-    a resumed run evaluates over another number of batches, the best of each number are kept."""
+    eval_loss or bits_per_byte (of a set of `Evaluation.sets`: eval_loss/code), of steps that are
+    both evaluated and saved. After the last step only where that evaluation is over as many batches
+    (`Evaluation.final_batches`) as the others. Where a resumed run evaluates over another number of
+    batches, the best of each number are kept."""
 
     metric: str
     n: int = 1

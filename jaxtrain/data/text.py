@@ -131,14 +131,14 @@ class TextData:
         the tokenizer's file, a chat template that works. Of each part the first document is read.
         """
         missing = self.tokenizer.absent() if isinstance(self.tokenizer, TokenizerFile) else []
-        has_tokenizer = not missing
+        has_template = isinstance(self.tokenizer, TokenizerFile) and not missing
         for split, (_, source) in itertools.product(splits, self._parts()):
             try:
                 if isinstance(source, TokenFiles):
                     source.files(split)
                     continue
                 first = _first(source, split)
-                if isinstance(source, Conversations) and has_tokenizer:
+                if isinstance(source, Conversations) and has_template:
                     self._encode(first)
             except (ValueError, OSError) as error:
                 missing.append(str(error))

@@ -14,6 +14,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.compression.reducer import Reducer
 from jaxtrain.context.choice import Method
 from jaxtrain.data import BatchRamp
+from jaxtrain.experiment.evaluation import Evaluation, Sample
 from jaxtrain.experiment.fine_tuning import FineTuning
 from jaxtrain.experiment.kinds import callback_violations, kind_violations, makes_value
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
@@ -207,73 +208,6 @@ def seed_violations(seed: int) -> list[str]:
     return [f"seed={seed!r} must lie in [0, 2**32); use for example seed=0"]
 
 
-LEAST_TEMPERATURE = 1e-30
-"""Logits of up to 1e8 divided by it stay finite in fp32."""
-LONGEST_SAMPLE = 2**20
-"""Tokens; no known model reads more."""
-
-
-def length_violations(tokens: int) -> list[str]:
-    """Returns a violation for a continuation too long for any device's memory."""
-    if tokens <= LONGEST_SAMPLE:
-        return []
-    return [f"tokens={tokens} is more than a sample may have; use {LONGEST_SAMPLE} or less"]
-
-
-def temperature_violations(temperature: float) -> list[str]:
-    """Returns violations of a temperature: it must be 0, or at least `LEAST_TEMPERATURE`."""
-    violations = at_least("temperature", temperature, 0)
-    if not violations and 0 < temperature < LEAST_TEMPERATURE:
-        return [
-            f"temperature={temperature!r} must be 0, the likeliest token, or at least "
-            f"{LEAST_TEMPERATURE}"
-        ]
-    return violations
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A continuation generated when training ends.
-
-    prompt: the text that is continued. tokens: number of tokens drawn. temperature: divides the
-      logits; 0 is greedy.
-    """
-
-    prompt: str
-    tokens: int = 200
-    temperature: float = 0.8
-
-    def __post_init__(self) -> None:
-        violations = count("tokens", self.tokens, 1)
-        violations += temperature_violations(self.temperature)
-        if not isinstance(self.prompt, str) or not self.prompt:
-            violations.append(f"prompt={self.prompt!r} must be a text of one character or more")
-        raise_violations(violations)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Held-out loss every `every` steps over the first `batches` batches of the held-out split, and
-    over `final_batches` after the last step. None: all batches of the split. A batch is the
-    experiment's (the largest of a `BatchRamp`), regardless of `microbatches`. sample: a
-    continuation at the end."""
-
-    every: int = 100
-    batches: int | None = 8
-    final_batches: int | None = None
-    sample: Sample | None = None
-
-    __repr__ = short_repr
-
-    def __post_init__(self) -> None:
-        violations = count("every", self.every, 1)
-        for name in ("batches", "final_batches"):
-            if getattr(self, name) is not None:
-                violations += count(name, getattr(self, name), 1)
-        violations += [v for v in kind_violations(self) if v.startswith("sample=")]
-        raise_violations(violations)
-
-
 @dataclass(frozen=True)
 class Logging:
     """every: steps between logged lines, whose speeds are means since the previous line. profile:
@@ -354,7 +288,7 @@ class Experiment:
     clip_norm: float | None = 1.0
     ema_decay: float | None = None
     execution: Execution = Execution()
-    evaluation: Evaluation | None = Evaluation()
+    evaluation: Evaluation | None = Evaluation()  # noqa: RUF009 (frozen)
     checkpoints: SavePolicy | None = SavePolicy()  # noqa: RUF009 (frozen)
     logging: Logging = Logging()
     fine_tuning: FineTuning | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +55,7 @@ from jaxtrain.data import (
     TokenizerFile,
 )
 from jaxtrain.data.row_stream import RowMaker
+from jaxtrain.experiment.evaluation import Evaluation
 from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.moe.block_loop import BlockLoop
@@ -97,6 +98,10 @@ ANY: dict[tuple[type, str], tuple[Any, ...]] = {
     ),
     (Mixture, "parts"): (Source, TokenFiles),
     (Logging, "callbacks"): (),
+    (Evaluation, "sets"): (
+        *(Source, TokenFiles, Mixture, TextData, BigramChain, RowStream),
+        *(str, Path, tuple[str | Path, ...]),
+    ),
 }
 """Values allowed in fields annotated with `Any`."""
 
@@ -180,6 +185,8 @@ def slot_of(hint: Any, of_any: tuple[Any, ...] | None = None) -> Slot:
         )
     if hint in SCALARS:
         return Slot(scalars=(hint,))
+    if typing.get_origin(hint) is Mapping:
+        return Slot()  # it is stored as pairs
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return Slot(dataclasses=(hint,))
     if typing.get_origin(hint) is tuple:

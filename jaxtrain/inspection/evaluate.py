@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.experiment import Evaluation
 from jaxtrain.experiment.reading import Trust
+from jaxtrain.experiment.stored import stored_field
 from jaxtrain.files.cache import cache_directory
 from jaxtrain.inspection.given import data_for, warn_of_other_rows
 from jaxtrain.inspection.opened import directory_of, mesh_spec, stored_model
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.held_out_sets import for_each
 from jaxtrain.session.rows import open_split
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.violations import count, raise_violations
@@ -31,7 +34,8 @@ def evaluate(
     trust: Trust = (),
 ) -> dict[str, float]:
     """Returns `eval_loss` (nats a weighted token) of a saved run, `bits_per_byte` where tokens
-    stand for bytes, and the model's other sums: the numbers of the run's own evaluations.
+    stand for bytes, and the model's other sums: the numbers of the run's own evaluations, those of
+    its `Evaluation.sets` too where neither data nor a split is given.
 
     run: RUN or RUN@STEP, a run directory and a saved step, its newest if none is given. data: files
     by name or pattern, or several; a source of texts, such as TextFiles, which the run's own
@@ -52,7 +56,11 @@ def evaluate(
     cache, spec = cache_directory(cache_dir), mesh_spec(mesh)
     path, _ = directory_of(run)
     rows = data_for(path, data, split, cache, trust)
-    stored = stored_model(run, rows, averaged=averaged, microbatches=microbatches, trust=trust)
+    sets = _sets_of(path, cache, trust) if data is None and split is None else {}
+    more: Any = dict(averaged=averaged, microbatches=microbatches, trust=trust)
+    if sets:
+        more["evaluation"] = Evaluation(batches=batches, final_batches=batches, sets=sets)
+    stored = stored_model(run, rows, **more)
     dataset = open_split(stored.experiment, rows.split, cache)
     if data is None:
         warn_of_other_rows(stored.manifest.metadata, dataset, rows.split)
@@ -60,3 +68,10 @@ def evaluate(
     evaluator = Evaluator(assembly, mesh_of_devices, cache_dir=cache)
     evaluator.open()
     return evaluator(stored.state(AtRest(assembly, mesh_of_devices)), batches=batches)
+
+
+def _sets_of(run: Path, cache: Path, trust: Trust) -> dict[str, Any]:
+    """Returns the data of a run's named held-out sets, by its own tokenizer."""
+    evaluation = stored_field(run, "evaluation", trust=trust)
+    named: dict[str, Any] = {} if evaluation is None else evaluation.named_sets
+    return for_each(named, lambda data: data_for(run, data, None, cache, trust))

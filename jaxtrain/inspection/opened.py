@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import jax
 
 from jaxtrain.checkpoint.run_config import NAME
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.data import ByteTokenizer
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Evaluation, Experiment
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh, make_mesh, mesh_from_axes
@@ -25,7 +23,7 @@ from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.state import TrainState
-from jaxtrain.tokenizers import HuggingFaceVocabulary, Vocabulary, open_tokenizer
+from jaxtrain.tokenizers import HuggingFaceVocabulary, Vocabulary
 from jaxtrain.weights import loading
 from jaxtrain.weights.start import manifest_of, uses_averages
 from jaxtrain.weights.tokenizer_files import run_tokenizer
@@ -65,14 +63,15 @@ def stored_model(
     *,
     averaged: bool | None = None,
     microbatches: int | None = None,
+    evaluation: Evaluation | None = None,
     trust: Trust = (),
 ) -> StoredModel:
     """Returns a step of a run with this data; its weights are read later.
 
     run: RUN or RUN@STEP, its newest step if none is given. averaged: its averaged weights; None
-    where it keeps any. microbatches: in place of the run's. trust: modules of the caller's own that
-    the run may name. Raises ValueError where there is no such step or average, or the run names
-    what is not trusted.
+    where it keeps any. microbatches, evaluation: in place of the run's. trust: modules of the
+    caller's own that the run may name. Raises ValueError where there is no such step or average, or
+    the run names what is not trusted.
     """
     path, number = directory_of(run)
     step, manifest = manifest_of(path, number)
@@ -87,7 +86,7 @@ def stored_model(
         optimizer=SGD(1.0, momentum=0.0, weight_decay=0.0),
         steps=step,
         ema_decay=0.5 if averaged else None,
-        evaluation=None,
+        evaluation=evaluation,
         checkpoints=None,
         fine_tuning=None if tuning is None else replace(tuning, start=None),
     )
@@ -124,18 +123,3 @@ def kept_vocabulary(run: Path, trust: Trust = ()) -> Vocabulary:
         more: Any = dict(eos=vocabulary.eos_token, chat=vocabulary.chat, bos=tokenizer.bos)
         return HuggingFaceVocabulary(vocabulary.json, **more)
     return vocabulary
-
-
-def same_ids(vocabulary: Any, reference: Any) -> bool:
-    """True if two tokenizers give a text the same ids, apart from what they put around it."""
-    return _encoder(vocabulary) == _encoder(reference)
-
-
-def _encoder(vocabulary: Any) -> Any:
-    """Returns what decides the ids of a text."""
-    if isinstance(vocabulary, ByteTokenizer):
-        vocabulary = vocabulary.published()
-    if not isinstance(vocabulary, HuggingFaceVocabulary):
-        return vocabulary.key
-    content = json.loads(open_tokenizer(vocabulary.json).to_str())
-    return content | {"post_processor": None}, vocabulary.eos_token

@@ -27,7 +27,10 @@ class MetricsTable(list[Line]):
 
     def rows(self) -> list[list[str]]:
         """Returns the cells of the table, its header first."""
-        columns = [name for name in COLUMNS if any(name in line for line in self)]
+        named = {name for line in self for name in line if name.startswith("eval_loss/")}
+        index = COLUMNS.index("eval_loss") + 1
+        columns = (*COLUMNS[:index], *sorted(named), *COLUMNS[index:])
+        columns = [name for name in columns if any(name in line for line in self)]
         shown: list[Line | None] = list(self)
         if len(self) > 2 * ENDS + 1:
             shown = [*self[:ENDS], None, *self[-ENDS:]]

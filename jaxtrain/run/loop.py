@@ -381,7 +381,7 @@ class _Loop:
             final = step >= self.run.last
             batches = evaluation.final_batches if final else evaluation.batches
             values = self.session.evaluate(self.session.state, batches=batches)
-        if not values:
+        if "eval_loss" not in values:
             self.tell(
                 "NOTE no token of the held-out rows has a weight above 0: there is no eval_loss"
             )

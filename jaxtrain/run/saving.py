@@ -15,6 +15,7 @@ from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.experiment import Experiment, config_of, of_another
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.run.watch import LossWatch
+from jaxtrain.session.held_out_sets import OWN
 from jaxtrain.session.session import Session
 
 log = logging.getLogger(__name__)
@@ -112,11 +113,12 @@ class Saving:
         return True
 
     def _save(self, step: int, metrics: dict[str, float], *, durable: bool) -> None:
-        skips = self.session.loader.skips
+        skips, held_out = self.session.loader.skips, self.session.evaluate.digests
         metadata = {
             "step": step,
             "data": self.session.dataset.digest,
-            "held_out": self.session.evaluate.digest,
+            "held_out": held_out.pop(OWN, None),
+            "held_out_sets": held_out,
             "metrics": metrics,
             "experiment": config_of(self.session.experiment),
             "skipped": skips.before(step),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from operator import floordiv
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.reprs import PrintedReport, aligned
-from jaxtrain.session.held_out import HeldOutRows, open_held_out
+from jaxtrain.session.held_out import HeldOutRows
+from jaxtrain.session.held_out_sets import absent_sets, for_each, open_all
 from jaxtrain.session.memory import argument_bytes, memory_violations
 from jaxtrain.session.notes import notes
 from jaxtrain.session.rows import open_split
@@ -181,8 +183,7 @@ def check(
     violations = [text for text in mistyped if not _already_reported(text, violations)] + violations
     if assembly is not None:
         violations += memory_violations(assembly)
-        if held_out is not None:
-            violations += _held_out_violations(assembly, held_out)
+        violations += _held_out_violations(assembly, held_out)
         try:
             settled_start(assembly)
         except ValueError as error:
@@ -219,16 +220,17 @@ def _already_reported(violation: str, reported: list[str]) -> bool:
 
 
 def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list[str]]:
-    """Returns the fields of a batch (None for text data); the held-out rows of other data, if they
-    are evaluated and here; and violations: data missing on this machine. User datasets are opened:
-    only their rows show the fields."""
+    """Returns the fields of a batch (None for text data); the held-out rows of other data by name,
+    if they are evaluated and here; and violations: data missing on this machine. User datasets are
+    opened: only their rows show the fields."""
     data, cache_dir = experiment.data, cache_directory()
     is_evaluated = experiment.evaluation is not None
-    held_out: Any = None
+    held_out: dict[str, Any] = {}
     if hasattr(data, "seq") and hasattr(data, "isolate_documents"):
         splits = ("train", "held_out") if is_evaluated else ("train",)
         missing = data.absent(splits) if data_here and hasattr(data, "absent") else []
-        return None, None, [f"data: {text}" for text in missing]
+        missing = [f"data: {text}" for text in missing]
+        return None, {}, missing + (absent_sets(experiment, cache_dir) if data_here else [])
     fields: Any = {}
     violations, saved = [], experiment.checkpoints is not None
     try:
@@ -237,7 +239,7 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list
         violations.append(f"data: {error}")
     try:
         if is_evaluated and data_here and not violations:
-            held_out = open_held_out(experiment, fields, cache_dir)
+            held_out = open_all(experiment, fields, cache_dir)
     except ValueError as error:
         violations.append(f"data: {error}")
     except Exception as error:  # whatever the user's code raises for a split that it lacks
@@ -248,9 +250,9 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list
     return fields, held_out, violations
 
 
-def _held_out_violations(assembly: Assembly, held_out: Any) -> list[str]:
+def _held_out_violations(assembly: Assembly, held_out: dict[str, Any]) -> list[str]:
     try:
-        HeldOutRows(assembly, held_out)
+        for_each(held_out, partial(HeldOutRows, assembly))
     except ValueError as error:
         return [f"data: {error}"]
     return []

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtrain.models.scales import scales_of_weights
 from jaxtrain.notices import notice
 from jaxtrain.quantization.delayed import SCALES
-from jaxtrain.session.held_out import HeldOutRows, open_held_out
+from jaxtrain.session.held_out import HeldOutRows
+from jaxtrain.session.held_out_sets import OWN, for_each, open_all
 from jaxtrain.session.rows import WEIGHTS
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import placed
@@ -25,7 +26,8 @@ Values = dict[str, float]
 
 
 class Evaluator:
-    """Evaluates on the same held-out rows every time; the loss does not depend on the mesh.
+    """Evaluates on the same held-out rows every time: of the experiment's own data, and of
+    `Evaluation.sets`, by one program. The loss does not depend on the mesh.
 
     Built at the first call, or by `open`: a run that never evaluates compiles nothing for it.
     """
@@ -34,40 +36,48 @@ class Evaluator:
         self._assembly, self._mesh, self._cache_dir = assembly, mesh, cache_dir
         self._bytes = cache(self._bytes_of)  # the same rows every time: read for it once
         self._dispatcher = ThreadPoolExecutor(1)
-        self._held_out: HeldOutRows | None = None
+        self._sets: dict[str, HeldOutRows] = {}
         self._step: Any = None
         self._scales: Any = None
 
     def __call__(self, state: TrainState, *, batches: int | None) -> Values:
         """Returns eval_loss (nats per weighted token) and, where tokens stand for bytes,
-        bits_per_byte; {} if no token has a weight.
+        bits_per_byte; none if no token has a weight. Values of a set have its name, as in
+        eval_loss/code.
 
         batches: how many of the experiment's (largest) batch, from the start of the split; None for
         the whole split, each row once.
         """
-        held_out = self._opened()
+        params, values = self.params(state), {}
+        for name in self._opened():
+            end = f"/{name}" if name else ""
+            of_set = self._evaluate(name, params, state.rest, batches)
+            values |= {f"{metric}{end}": value for metric, value in of_set.items()}
+        return values
+
+    def _evaluate(self, name: str, params: Any, model_state: Any, batches: int | None) -> Values:
+        held_out, placed_rows = self._sets[name], self._placed[name]
         pieces = range(held_out.pieces(batches))
-        params = self.params(state)
         parts: list[Any] = []
         end = len(held_out.numbers(0, len(pieces)))
         for first in pieces[:: held_out.at_once]:
             numbers = held_out.numbers(first, held_out.at_once)
             # Pieces after the last have rows of weight 0.
-            rows = self._placed.rows(np.where(numbers < end, numbers, len(held_out.split)))
+            rows = placed_rows.rows(np.where(numbers < end, numbers, len(held_out.split)))
             for part in parts[-1:]:
                 part.result()
             if self.program is None:
                 notice("compiling the evaluation")
-                self._step = self._step.lower(params, state.rest, rows).compile()
-            parts.append(self._dispatcher.submit(self._run, params, state.rest, rows))
+                self._step = self._step.lower(params, model_state, rows).compile()
+            parts.append(self._dispatcher.submit(self._run, params, model_state, rows))
         results = [part.result() for part in parts]
         sums = jax.tree.map(lambda *parts: sum(map(float, parts)), *results)
         total, count = sums.loss, sums.count
         if not count:
             return {}
         values = {"eval_loss": total / count}
-        values |= {f"eval_{name}": value / count for name, value in sums.others.items()}
-        text_bytes = sum(map(self._bytes, pieces))
+        values |= {f"eval_{other}": value / count for other, value in sums.others.items()}
+        text_bytes = sum(self._bytes(name, piece) for piece in pieces)
         if text_bytes:
             values["bits_per_byte"] = total / math.log(2) / text_bytes
         return values
@@ -95,21 +105,22 @@ class Evaluator:
         if it lacks fields that evaluations read."""
         self._opened()
 
-    def _opened(self) -> HeldOutRows:
-        if self._held_out is None:
+    def _opened(self) -> dict[str, HeldOutRows]:
+        if not self._sets:
             assembly = self._assembly
-            split = open_held_out(assembly.experiment, assembly.fields, self._cache_dir)
-            self._held_out = HeldOutRows(assembly, split)
-            padded, at_once = self._held_out.padded, self._held_out.at_once
-            self._placed = assembly.placed(padded, self._mesh, at_once)
+            splits = open_all(assembly.experiment, assembly.fields, self._cache_dir)
+            self._sets = for_each(splits, partial(HeldOutRows, assembly))
+            self._placed = {
+                name: assembly.placed(rows.padded, self._mesh, rows.at_once)
+                for name, rows in self._sets.items()
+            }
             self._step = jax.jit(make_evaluation_step(assembly, self._mesh))
-        return self._held_out
+        return self._sets
 
     @property
-    def digest(self) -> str | None:
-        """Names the held-out rows; None if they are not open, or have no digest."""
-        split = None if self._held_out is None else self._held_out.split
-        return getattr(split, "digest", None)
+    def digests(self) -> dict[str, str | None]:
+        """Names the rows of each set, None for those without a digest; {} if they are not open."""
+        return {name: getattr(rows.split, "digest", None) for name, rows in self._sets.items()}
 
     @property
     def program(self) -> jax.stages.Compiled | None:
@@ -118,13 +129,13 @@ class Evaluator:
 
     def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
         """Compiles now what the first call would compile, for a state with these shardings."""
-        held_out, abstract = self._opened(), self._assembly.abstract
+        held_out, abstract = self._opened()[OWN], self._assembly.abstract
         arguments = jax.tree.map(
             placed,
             (averaged_params(abstract), abstract.rest),
             (averaged_params(shardings), shardings.rest),
         )
-        rows = self._placed.rows(held_out.numbers(0, held_out.at_once))
+        rows = self._placed[OWN].rows(held_out.numbers(0, held_out.at_once))
         self._step = self._step.lower(*arguments, rows).compile(compiler_options=compiler_options)
 
     def _run(self, *arguments: Any) -> Any:
@@ -132,9 +143,9 @@ class Evaluator:
         devices have too few threads for that: their collectives hang."""
         return jax.block_until_ready(self._step(*arguments))
 
-    def _bytes_of(self, piece: int) -> float:
-        """Bytes of text in the piece's targets, weighted as their losses are."""
-        held_out = self._opened()
+    def _bytes_of(self, name: str, piece: int) -> float:
+        """Bytes of text in the targets of a set's piece, weighted as their losses are."""
+        held_out = self._sets[name]
         table = getattr(held_out.split, "token_bytes", None)
         if table is None or not {"targets", WEIGHTS} <= self._assembly.fields.keys():
             return 0.0

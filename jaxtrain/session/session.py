@@ -26,6 +26,7 @@ from jaxtrain.notices import notice
 from jaxtrain.session.batches import Batches
 from jaxtrain.session.branch import Branch
 from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.held_out_sets import OWN
 from jaxtrain.session.notes import positions
 from jaxtrain.session.restore import restore_state
 from jaxtrain.session.rows import open_split
@@ -271,12 +272,14 @@ def _metadata(
 
 def _tell_other_held_out(metadata: dict[str, Any], evaluate: Evaluator) -> None:
     """Says so if the held-out rows are not those of the save."""
-    saved = metadata.get("held_out")
-    if saved is not None and saved != evaluate.digest:
-        notice(
-            f"NOTE the held-out data is not that of step {metadata.get('step')}: its eval_loss "
-            "does not compare with those before"
-        )
+    saved = {OWN: metadata.get("held_out")} | metadata.get("held_out_sets", {})
+    for name, digest in evaluate.digests.items():
+        if saved.get(name) not in (None, digest):
+            data, end = (f"held-out set {name}", f"/{name}") if name else ("held-out data", "")
+            notice(
+                f"NOTE the {data} is not that of step {metadata.get('step')}: its eval_loss{end} "
+                "does not compare with those before"
+            )
 
 
 def _reducer(assembly: Assembly) -> Any:

@@ -11,7 +11,7 @@ from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.data import BigramChain, ByteTokenizer
 from jaxtrain.experiment import Experiment
-from jaxtrain.experiment.fields import length_violations
+from jaxtrain.experiment.evaluation import length_violations
 from jaxtrain.mesh.axes import EXPERT_AXES, MODES, ROWS, STAGE
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.roles import roles_of
@@ -216,8 +216,10 @@ def _best_violations(experiment: Experiment) -> list[str]:
         return []
     if experiment.evaluation is None:
         return [f"checkpoints.keep.best={best!r} goes by an evaluation; give one, or best=None"]
-    if best.metric not in METRICS:
-        metrics = " or ".join(METRICS)
+    ends = ("", *(f"/{name}" for name in experiment.evaluation.named_sets))
+    values = [f"{metric}{end}" for end in ends for metric in METRICS]
+    if best.metric not in values:
+        metrics = " or ".join(values)
         return [f"checkpoints.keep.best.metric={best.metric!r}; an evaluation has {metrics}"]
     if best.metric == "bits_per_byte" and isinstance(experiment.data, BigramChain):
         return [

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.experiment.fields import length_violations, seed_violations, temperature_violations
+from jaxtrain.experiment.evaluation import length_violations, temperature_violations
+from jaxtrain.experiment.fields import seed_violations
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.communicator import Local

@@ -489,7 +489,7 @@ def test_what_is_asked_of_a_run_that_it_has_not(bpe, own, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="has no tokenizer: its data is no text; give ids"):
         jaxtrain.score(tmp_path / "run", ["a text"], trust="tests")
     source = jaxtrain.TextFiles("*.txt")
-    with pytest.raises(ValueError, match="was trained on BigramChain, which is no text"):
+    with pytest.raises(ValueError, match="run is a BigramChain, which is no text"):
         jaxtrain.evaluate(tmp_path / "run", source, trust=["tests"])
     never = replace(plain, checkpoints=None)
     trained(never, tmp_path / "never")

@@ -77,13 +77,13 @@ LORA = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, targets=("*.attention.query",))
     ("tuning", "context"),
     [
         (QUERIES, "ring, zig-zag"),
+        (QUERIES, "two levels"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 (KEYS, "ring, zig-zag"),
                 (LORA, "ring, in order"),
                 (QUERIES, "gathered keys"),
-                (QUERIES, "two levels"),
             ]
         ),
     ],

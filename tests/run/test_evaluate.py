@@ -24,6 +24,7 @@ from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.state import TrainState, shardings
+from tests.tiny import SEQ, VOCAB
 
 HELD_OUT = 1024
 """Rows of a bigram chain's held-out split."""
@@ -79,6 +80,22 @@ def test_held_out_loss_is_of_batches_of_the_experiment(
         assert found == pytest.approx(by_hand(experiment, state, rows), rel=1e-6)
 
 
+def test_each_named_set_has_the_loss_of_its_own_rows(own: jaxtrain.Experiment, made: Any) -> None:
+    sets = {
+        "few": BigramChain(VOCAB, SEQ, successors=2),
+        "ragged": BigramChain(VOCAB, SEQ, isolate_documents=True),
+    }
+    evaluation = jaxtrain.Evaluation(sets=sets)
+    evaluator, state = made(replace(own, evaluation=evaluation), fsdp=2)
+    values = evaluator(state, batches=2)
+    assert evaluator.digests.keys() == {"", *sets} and len({*evaluator.digests.values()}) == 2
+    for name, data in [("", own.data), *sets.items()]:
+        expected = by_hand(replace(own, data=data), state, 2 * own.batch)
+        metric = f"eval_loss/{name}" if name else "eval_loss"
+        assert values.pop(metric) == pytest.approx(expected, rel=1e-6)
+    assert not values, "tokens of a chain stand for no bytes"
+
+
 def test_a_pipeline_evaluates_the_rows_that_were_asked_for(
     decoder: jaxtrain.Experiment, made: Any
 ) -> None:
@@ -123,7 +140,8 @@ def test_the_last_evaluation_is_of_the_final_batches(
 def test_bits_are_of_the_bytes_that_weigh(own: jaxtrain.Experiment, made: Any) -> None:
     """A target that counts a quarter has a quarter of its nats and of its bytes."""
     evaluator, state = made(own)
-    data, every = evaluator._held_out.split, evaluator._held_out.split.rows
+    split = evaluator._sets[""].split
+    data, every = split, split.rows
     data.token_bytes = np.arange(own.data.vocab) % 5
 
     def rows(indices: np.ndarray) -> dict[str, np.ndarray]:

@@ -537,7 +537,7 @@ def test_a_step_says_which_experiment_and_data_it_is_of(
     expected = json.loads(json.dumps(config_of(experiment)))
     assert metadata == {
         "step": 2, "data": result.session.dataset.digest, "metrics": {}, "experiment": expected,
-        "skipped": [], "shift": 0, "spikes": None, "held_out": None,
+        "skipped": [], "shift": 0, "spikes": None, "held_out": None, "held_out_sets": {},
     }  # fmt: skip
 
 

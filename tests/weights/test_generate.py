@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 import jaxtrain
 from jaxtrain import cli
 from jaxtrain.data import ByteTokenizer
-from jaxtrain.experiment.fields import LEAST_TEMPERATURE, LONGEST_SAMPLE
+from jaxtrain.experiment.evaluation import LEAST_TEMPERATURE, LONGEST_SAMPLE
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.loss import logits
