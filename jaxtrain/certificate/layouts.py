@@ -163,6 +163,9 @@ CONTEXTS: dict[str, Method | None] = {
 }
 """Methods for split rows; "own" is the experiment's, or the mesh's choice."""
 ACTIVATIONS = {"own": None, "steep at zero": steep}
+SMOOTH = jax.nn.silu
+"""Takes the place of an activation whose derivative jumps. Of 10^7 values one is rounded to the
+other side of the jump in fp32, about one a certificate, and a unit's gradient is another then."""
 PRECISIONS: dict[str, Precision] = {"fp32": fp32, "bf16": bf16}
 NARROW = ", 8 bits"
 """Follows the name of a precision whose products are those of the experiment, in 8 bits."""
@@ -349,11 +352,14 @@ def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
         data = replace(data, isolate_documents=layout.packing)
     if hasattr(model, "varied"):
         kept_tokens, batch = None, batch_sizes(e.batch)[-1]
+        activation = ACTIVATIONS[layout.activation]
+        if activation is None and getattr(model, "kinked", False):
+            activation = SMOOTH
         if model.describe().expert_calls:
             data, kept_tokens = Numbered(data, batch), batch * data.seq
         model = model.varied(
             dropout=layout.dropout,
-            activation=ACTIVATIONS[layout.activation],
+            activation=activation,
             periods=layout.periods,
             kept_routing=kept_tokens,
         )

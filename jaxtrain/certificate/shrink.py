@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from jaxtrain.data import BigramChain
@@ -17,16 +18,18 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
     features stay.
 
     The model becomes its `shrunk(devices)`, if it has one, and a corpus becomes a bigram chain with
-    about 16 tokens a row. A model without it, and rows with other fields than a text's, stay as
-    they are.
+    16 tokens a row, or as many more as divide over devices and experts' routing groups. A model
+    without it, and rows with other fields than a text's, stay as they are.
     """
     rate = getattr(experiment.optimizer, "learning_rate", None)
     model, data, optimizer = experiment.model, experiment.data, experiment.optimizer
     if hasattr(model, "shrunk"):
         model = model.shrunk(devices)
         if TEXT.issuperset(model.describe().fields):
-            vocab = model.describe().head.vocab
-            data = BigramChain(vocab, seq_of(devices), isolate_documents=True)
+            described = model.describe()
+            groups = [call.routing_group or 1 for call in described.expert_calls]
+            seq = seq_of(devices, math.lcm(*groups))
+            data = BigramChain(described.head.vocab, seq, isolate_documents=True)
     return replace(
         experiment,
         model=model,

@@ -142,7 +142,8 @@ class Ulysses:
         return ways
 
     def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
-        return _untraded(self, ways, heads, kv_heads) + _uncut(self.order(ways), ways, seq)
+        untraded = _untraded(self, ways, seq, heads, kv_heads)
+        return untraded + _uncut(self.order(ways), ways, seq)
 
     def __call__(
         self,
@@ -183,12 +184,10 @@ class TwoLevel:
 
     def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
         if ways % self.group:
-            fits = [n for n in range(2, ways + 1) if ways % n == 0]
-            return [
-                f"{self} cuts context={ways} into no whole groups; use group="
-                f"{' or '.join(map(str, fits))}"
-            ]
-        untraded = _untraded(self, ways, heads, kv_heads)
+            also = _instead(self, ways, seq, heads, kv_heads)
+            uncut = _uncut(Order(ways, zigzag=False), ways, seq)
+            return [f"{self} cuts context={ways} into no whole groups; use {also}", *uncut]
+        untraded = _untraded(self, ways, seq, heads, kv_heads)
         return untraded + _uncut(self.order(ways), ways, seq)
 
     def __call__(
@@ -241,21 +240,16 @@ def _around(
 
 def _uncut(order: Order, ways: int, seq: int | None) -> list[str]:
     """Returns the violation of a row that does not divide into equal parts."""
-    # The two chunks of a group divide into whole tokens of its devices.
-    parts = math.lcm(2 * order.groups, ways) if order.zigzag else ways
+    parts = _parts(order, ways)
     if seq is None or seq % parts == 0:
         return []
     use = f"use seq={options(multiples_near(seq, parts))}"
     also = "zigzag=False" if order.zigzag and seq % ways == 0 else ""
-    cut = (
-        f"{2 * order.groups} chunks, 2 for each of context={ways}"
-        if order.zigzag
-        else f"context={ways} parts"
-    )
+    how = " in zig-zag order" if order.zigzag else ""
     remedy = f"{use}, or {also}" if also else use
     return [
         Clash(
-            f"seq={seq} is not cut into {cut} of whole tokens",
+            f"seq={seq} is no multiple of {parts}, by which context={ways} divides rows{how}",
             remedy,
             sizes={"seq": seq},
             ways=[(Near("seq", seq, parts),)],
@@ -264,14 +258,36 @@ def _uncut(order: Order, ways: int, seq: int | None) -> list[str]:
     ]
 
 
-def _untraded(method: Ulysses | TwoLevel, ways: int, heads: int, kv_heads: int) -> list[str]:
+def _parts(order: Order, ways: int) -> int:
+    """Returns what divides a row of whole tokens on each device. In zig-zag order the two chunks of
+    a group divide over its devices."""
+    return math.lcm(2 * order.groups, ways) if order.zigzag else ways
+
+
+def _instead(
+    method: Ulysses | TwoLevel, ways: int, seq: int | None, heads: int, kv_heads: int
+) -> str:
+    """Returns the groups for which `TwoLevel` fits, and the ring that does."""
+    zigzag = seq is not None and seq % _parts(Order(ways, True), ways) == 0
+    also = f"RingAttention({'' if zigzag else 'zigzag=False'}), which splits no heads"
+    if not isinstance(method, TwoLevel):
+        return also
+    both = math.gcd(heads, kv_heads)
+    orders = {n: Order(ways // n, method.zigzag) for n in range(2, ways + 1) if ways % n == 0}
+    fits = [
+        n
+        for n, order in orders.items()
+        if both % n == 0 and (seq is None or seq % _parts(order, ways) == 0)
+    ]
+    return f"group={options(fits)}, or {also}" if fits else also
+
+
+def _untraded(
+    method: Ulysses | TwoLevel, ways: int, seq: int | None, heads: int, kv_heads: int
+) -> list[str]:
     """Returns the violations of heads that do not split over the devices that trade them. ways:
     devices over which a row is split."""
-    trading, both = method.trading(ways), math.gcd(heads, kv_heads)
-    also = "RingAttention(zigzag=False), which splits no heads"
-    fits = [n for n in range(2, ways + 1) if ways % n == both % n == 0]
-    if fits and isinstance(method, TwoLevel):
-        also = f"group={options(fits)}, or {also}"
+    trading, also = method.trading(ways), _instead(method, ways, seq, heads, kv_heads)
     return [
         Clash(
             f"{method} trades over {trading} devices of context={ways}, which do not divide a "

@@ -21,16 +21,19 @@ def tile_kernel(kernel: Any, q: Heads, scoring: Scoring, *, documents: bool) -> 
     problem, else `Blockwise`, with a warning on an accelerator. documents: there are document
     starts; under a mask with an offset, queries and keys have separate ones.
     """
-    platform = kernel.platform if isinstance(kernel, PlatformKernel) else jax.default_backend()
+    platform, portable_chosen = jax.default_backend(), False
     if isinstance(kernel, PlatformKernel):
+        platform = kernel.platform
         kernel = kernel.settled(q, scoring, documents=documents)
+        portable_chosen = isinstance(kernel, Blockwise)
     problem: dict[str, Any] = dict(
         documents=documents, between=not scoring.mask.causal or bool(scoring.mask.offset)
     )
-    if isinstance(kernel, FusedKernel) and not kernel.refusals(q, scoring, **problem):
-        return kernel
-    if platform != "cpu":
+    fits = isinstance(kernel, FusedKernel) and not kernel.refusals(q, scoring, **problem)
+    if platform != "cpu" and (portable_chosen or not fits):
         warnings.warn(portable(platform, q, scoring), stacklevel=2)
+    if fits:
+        return kernel
     fallback = choose(
         platform, dtype=jnp.float32, seq=q.shape[1], head_dim=q.shape[3], documents=documents
     )

@@ -147,6 +147,9 @@ class CompileReport(PrintedReport):
         if not self.checked.assembly.spec.simulated:
             clock = self.checked.assembly.spec.chip.clock_ghz
             lines.append(self.roofline.summary(self.mfu_bound, clock))
+        if self.opaque:
+            kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
+            lines.append(f"these seconds and FLOPs leave out the FLOPs of kernels: {kernels}")
         if on_host := self.memory["host_temp_bytes"]:
             lines.append(
                 f"{on_host:,} bytes wait in the host's memory; their way there and back is not in "
@@ -162,9 +165,6 @@ class CompileReport(PrintedReport):
             )
         if self.grouped_matmul:
             lines.append(f"experts: {', '.join(self.grouped_matmul)}")
-        if self.opaque:
-            kernels = ", ".join(f"{name} x {n}" for name, n in self.opaque.items())
-            lines.append(f"kernels whose FLOPs are not in it: {kernels}")
         lines += [
             f"{' '.join(_cells(key))}: {counts.asynchronous:,} of {counts.count:,} asynchronous, "
             f"{counts.hidden:,} beside a matmul; {counts.exposed_bytes:,.0f} of "

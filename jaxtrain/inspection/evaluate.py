@@ -9,7 +9,7 @@ from jaxtrain.experiment import Evaluation
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.files.cache import cache_directory
-from jaxtrain.inspection.given import data_for, warn_of_other_rows
+from jaxtrain.inspection.given import data_for, warn_of_other_rows, warn_of_other_sets
 from jaxtrain.inspection.opened import directory_of, mesh_spec, stored_model
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.session.evaluate import Evaluator
@@ -67,6 +67,7 @@ def evaluate(
     assembly, mesh_of_devices = stored.on(spec, dataset)
     evaluator = Evaluator(assembly, mesh_of_devices, cache_dir=cache)
     evaluator.open()
+    warn_of_other_sets(stored.manifest.metadata, evaluator.digests)
     return evaluator(stored.state(AtRest(assembly, mesh_of_devices)), batches=batches)
 
 

@@ -51,8 +51,19 @@ def warn_of_other_rows(metadata: Mapping[str, Any], dataset: Any, split: str) ->
     """Warns if the run's own data is no longer that of its step."""
     saved = metadata.get({"train": "data", HELD_OUT: HELD_OUT}[split])
     if saved is not None and saved != getattr(dataset, "digest", None):
-        warnings.warn(
-            f"the {split} rows are not those of step {metadata.get('step')}: the data has changed "
-            "since, and its loss does not compare with the run's own",
-            stacklevel=3,
-        )
+        _warn(f"the {split} rows are", metadata)
+
+
+def warn_of_other_sets(metadata: Mapping[str, Any], digests: Mapping[str, str | None]) -> None:
+    """Warns of each named held-out set that is no longer that of the run's step."""
+    for name, saved in metadata.get("held_out_sets", {}).items():
+        if name in digests and saved not in (None, digests[name]):
+            _warn(f"the rows of the held-out set {name} are", metadata)
+
+
+def _warn(rows_are: str, metadata: Mapping[str, Any]) -> None:
+    warnings.warn(
+        f"{rows_are} not those of step {metadata.get('step')}: the data has changed since, and its "
+        "loss does not compare with the run's own",
+        stacklevel=4,
+    )

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxtrain.collectives.exchange import ALONE, Exchange
 from jaxtrain.collectives.vary import MeshAxes, varying_axes
@@ -91,10 +91,12 @@ class ExpertLeaves(NamedTuple):
 
 class TokenFacts(NamedTuple):
     """Further facts of a device's tokens. weights: in the loss, for the router's statistics; None
-    for ones. places: in the batch, if routing is recorded (`moe.replay`)."""
+    for ones. places: in the batch, if routing is recorded (`moe.replay`). real: False for padding;
+    None for none."""
 
     weights: Float32[Array, " tokens"] | None = None
     places: Int[Array, " tokens"] | None = None
+    real: Bool[Array, " tokens"] | None = None
 
 
 class Routed(NamedTuple):
@@ -242,7 +244,7 @@ class ExpertLayer:
             compared = self.router.compared(logits, leaves.bias)
             record = (leaves.replay, facts.places, exchange.counted)
             logits, chosen = replayed(logits, chosen, compared, *record)
-        fits = None if self.capacity is None else self.capacity.fits(chosen, experts)
+        fits = None if self.capacity is None else self.capacity.fits(chosen, experts, facts.real)
         if self.balance is not None and leaves.tally is not None:
             lost = 0 * chosen if fits is None else ~fits
             dropped = jnp.sum(lost, axis=1).astype(jnp.float32)

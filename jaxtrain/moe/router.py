@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Bool, Float32, Int
 
 from jaxtrain.violations import at_least, count, flag, positive
 
@@ -120,7 +120,10 @@ class Router:
         """Returns the shares of the chosen experts in the token's output."""
         scores = jnp.take_along_axis(self.scores(logits), chosen, axis=1)
         if self.renormalise:
-            scores = scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+            # By the largest first: the square of a small sum would be zero in its derivative.
+            largest = lax.stop_gradient(jnp.max(scores, axis=1, keepdims=True))
+            scores = scores / jnp.maximum(largest, jnp.finfo(scores.dtype).tiny)
+            scores = scores / jnp.maximum(jnp.sum(scores, axis=1, keepdims=True), 1.0)
         return scores * self.scale
 
 
@@ -152,15 +155,22 @@ class SigmoidRouter(Router):
         return jax.nn.sigmoid(logits)
 
     def probabilities(self, logits: Logits) -> Scores:
-        scores = self.scores(logits)
-        return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+        return jax.nn.softmax(jax.nn.log_sigmoid(logits), axis=-1)
+
+    def shares(self, logits: Logits, chosen: Chosen) -> Shares:
+        if not self.renormalise:
+            return super().shares(logits, chosen)
+        # Of logarithms: sigmoids of low logits are zero, and have a sum that nothing divides by.
+        of_chosen = jax.nn.log_sigmoid(jnp.take_along_axis(logits, chosen, axis=1))
+        return jax.nn.softmax(of_chosen, axis=-1) * self.scale
 
 
 @dataclass(frozen=True)
 class Capacity:
     """An expert takes so many tokens of a group and no more; those that come later are dropped by
     it, and have what is left of their experts (Lepikhin et al. 2021, "GShard"; Fedus et al. 2022).
-    All first choices of a group come before its second ones, and tokens in their order.
+    All first choices of a group come before its second ones, and tokens in their order; padding
+    takes no place. So a token may lose its second choice to a later token's first.
 
     factor: of what each expert would take if loads were even. routing_group: tokens that compete,
     which follow one another; at most those of a device's microbatch, on whatever mesh, so that what
@@ -182,21 +192,26 @@ class Capacity:
         """Tokens of a group, and those of them that an expert takes."""
         return self.routing_group, self.rows(experts, k)
 
-    def fits(self, chosen: Chosen, experts: int) -> jax.Array:
-        """Returns [tokens, k]: True if the expert has room for the token. Raises ValueError if
-        groups do not divide the tokens."""
+    def fits(
+        self, chosen: Chosen, experts: int, real: Bool[Array, " tokens"] | None = None
+    ) -> Bool[Array, "tokens k"]:
+        """Returns True where an expert has room for a token. real: False for padding, which has no
+        room anywhere; None for no padding. Raises ValueError if groups do not divide the tokens."""
         tokens, k = chosen.shape
         if tokens % self.routing_group:
             raise ValueError(
                 f"capacity.routing_group={self.routing_group} does not divide the {tokens} tokens "
                 "of a device's microbatch; use a divisor of them"
             )
+        if real is not None:
+            chosen = jnp.where(real[:, None], chosen, experts)  # of no expert
         queues = chosen.reshape(-1, self.routing_group, k).swapaxes(1, 2)
         queues = queues.reshape(-1, k * self.routing_group)
         choices = jax.nn.one_hot(queues, experts, dtype=jnp.int32)
         earlier = jnp.sum((jnp.cumsum(choices, axis=1) - choices) * choices, axis=-1)
         fits = (earlier < self.rows(experts, k)).reshape(-1, k, self.routing_group)
-        return fits.swapaxes(1, 2).reshape(tokens, k)
+        fits = fits.swapaxes(1, 2).reshape(tokens, k)
+        return fits if real is None else fits & real[:, None]
 
 
 @dataclass(frozen=True)

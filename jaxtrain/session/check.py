@@ -266,7 +266,7 @@ def _count(shape: tuple[int, ...], leaf: Leaf) -> int:
 
 def _elsewhere(pipeline: dict[str, Any]) -> str:
     in_flight = pipeline["published_in_flight"]
-    return "" if in_flight is None else f", where stages not in step keep {max(in_flight)} works'"
+    return "" if in_flight is None else f"; stages that do not go in step keep {max(in_flight)}"
 
 
 def _shape(leaf: Leaf) -> str:

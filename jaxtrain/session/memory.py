@@ -74,16 +74,25 @@ def memory_violations(assembly: Assembly) -> list[str]:
 
 
 def _remedy(assembly: Assembly, room: float) -> str:
-    """Suggests a number of devices: the unsharded state over one device's memory, with 5% for what
-    no sharding divides. No sharding needs fewer devices."""
-    alone = replace(assembly, sizes=dict.fromkeys(assembly.sizes, 1))
-    total_bytes = sum(argument_bytes(alone).values()) + gradient_bytes(alone)
-    devices = math.ceil(1.05 * total_bytes / room)
-    if devices > assembly.spec.devices:
-        return f"use {devices} devices or more, or a smaller model"
+    """Suggests a number of devices. No sharding needs fewer than the unsharded state over one
+    device's memory, with 5% more for what none divides. Where that many are not there, it is the
+    mesh's, doubled until the part of the state that the experiment's sharding splits fits beside
+    what it leaves whole: a dim that divides over the mesh most often divides over that too."""
+    now, alone = assembly.spec.devices, replace(assembly, sizes=dict.fromkeys(assembly.sizes, 1))
+    now_bytes, total = (
+        1.05 * (sum(argument_bytes(a).values()) + gradient_bytes(a)) for a in (assembly, alone)
+    )
+    devices = math.ceil(total / room)
+    if devices <= now:
+        return (
+            f"all of it would fit {devices} device{'s' * (devices > 1)}: split it over more of the "
+            f"{now}, by a larger fsdp under [axes] and sharding=fsdp()"
+        )
+    unsplit = (now * now_bytes - total) / (now - 1) if now > 1 else 0.0
+    if unsplit < room:
+        devices = max(devices, math.ceil((total - unsplit) / (room - unsplit)))
     return (
-        f"all of it would fit {devices} device{'s' * (devices > 1)}: split it over more of the "
-        f"{assembly.spec.devices}, by a larger fsdp under [axes] and sharding=fsdp()"
+        f"use {now * 2 ** math.ceil(math.log2(devices / now))} devices or more, or a smaller model"
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
-from jaxtrain.step.batches import Batch
+from jaxtrain.step.batches import DOCUMENTS, Batch
 from jaxtrain.validation.own_data import TARGETS, WithinVocabulary, Wrapped, dataset_violations
 from jaxtrain.violations import raise_violations
 
@@ -63,7 +63,8 @@ class Weighted(Wrapped):
 
 
 class Ended:
-    """A dataset padded after its last row with copies of the first one, of weight 0."""
+    """A dataset padded after its last row with copies of the first one, of weight 0 and, where rows
+    have documents, of none."""
 
     def __init__(self, dataset: Any, weights: str = WEIGHTS) -> None:
         self.dataset, self._weights = dataset, weights
@@ -76,8 +77,10 @@ class Ended:
         rows = self.dataset.rows(np.where(within, indices, 0))
         if within.all():
             return rows
-        weights = rows[self._weights]
-        return {**rows, self._weights: weights * within.reshape(-1, *[1] * (weights.ndim - 1))}
+        for name in (self._weights, *({DOCUMENTS} & rows.keys())):
+            real = within.reshape(-1, *[1] * (rows[name].ndim - 1))
+            rows = {**rows, name: (rows[name] * real).astype(rows[name].dtype)}
+        return rows
 
 
 class CountedDocuments:

@@ -297,7 +297,8 @@ class Decoder(LayeredModel):
         starts = document_starts(batch["segments"]) if "segments" in batch else None
         weights = _token_weights(batch) if self.config.balanced else None
         places = batch["places"].reshape(-1) if "places" in batch else None
-        return Context(positions, starts, ropes, keys, facts=TokenFacts(weights, places))
+        real = _real_tokens(batch, comm) if self.config.limited else None
+        return Context(positions, starts, ropes, keys, facts=TokenFacts(weights, places, real))
 
     def embed(
         self, table: jax.Array, ids: jax.Array, context: Context, comm: Communicator
@@ -367,6 +368,17 @@ def _token_weights(batch: Batch) -> jax.Array:
     """Weights [rows * seq] of the tokens in the loss."""
     weights = batch.get("weights", jnp.ones(batch["tokens"].shape, jnp.float32))
     return weights.reshape(-1).astype(jnp.float32)
+
+
+def _real_tokens(batch: Batch, comm: Communicator) -> jax.Array | None:
+    """Returns [rows * seq], False for padding; None if rows do not say. Document numbers are those
+    of whole rows."""
+    segments, seq = batch.get("segments"), batch["tokens"].shape[1]
+    if segments is None:
+        return None
+    if segments.shape[1] != seq:
+        segments = segments[:, comm.positions(seq)]
+    return (segments > 0).reshape(-1)
 
 
 def _block(config: BlockConfig, place: Place, key: jax.Array) -> Block:

@@ -8,6 +8,7 @@ from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.nn.norm import NormConfig, RMSNorm
 from jaxtrain.nn.param import Initialisation
 from jaxtrain.transformer.block import BlockConfig
+from jaxtrain.transformer.feed_forward import KINKED
 from jaxtrain.transformer.mixture import MoeConfig
 
 
@@ -50,6 +51,17 @@ class DecoderFields:
         """True if any layer has experts whose choices are counted."""
         mixtures = (block.mlp for block in self.blocks)
         return any(isinstance(m, MoeConfig) and m.balance is not None for m in mixtures)
+
+    @property
+    def kinked(self) -> bool:
+        """True if the derivative of any layer's activation jumps."""
+        return any(block.mlp.activation in KINKED for block in self.blocks)
+
+    @property
+    def limited(self) -> bool:
+        """True if any layer has experts with a capacity."""
+        mixtures = (block.mlp for block in self.blocks)
+        return any(isinstance(m, MoeConfig) and m.capacity is not None for m in mixtures)
 
     @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:

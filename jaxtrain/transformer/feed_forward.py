@@ -16,6 +16,14 @@ from jaxtrain.transformer.place import Place, add_bias
 Activation = Callable[[jax.Array], jax.Array]
 
 
+KINKED: tuple[Activation, ...] = (
+    *(jax.nn.relu, jax.nn.relu6, jax.nn.leaky_relu, jax.nn.selu),
+    *(jax.nn.hard_tanh, jax.nn.hard_sigmoid, jax.nn.hard_silu),
+)
+"""Activations whose derivative jumps: what rounds to the other side of the jump has another
+gradient, of any size."""
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """GELU by its tanh approximation, as GPT-2 uses it (Hendrycks & Gimpel 2016)."""
     return jax.nn.gelu(x, approximate=True)

@@ -18,9 +18,11 @@ from jaxtrain.transformer.mixture import MoeConfig
 
 EMBED, HIDDEN, HEAD_DIM, LATENT, VOCAB, SEQ = 64, 192, 8, 16, 250, 16
 """EMBED, HIDDEN and LATENT are rounded up to a multiple of the devices."""
+GROUP = 2
+"""Tokens of a routing group: as few as compete."""
 EXPERTS, OF_EXPERT = 8, 32
 """Most experts, of which a token uses half or less; and hidden units of each, which are multiplied
-in blocks of few rows. OF_EXPERT is rounded up as HIDDEN is."""
+in blocks of few rows. Both are rounded up as HIDDEN is."""
 
 
 def shrunk(config: DecoderFields, devices: int) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def shrunk(config: DecoderFields, devices: int) -> dict[str, Any]:
     if len(period) > 2:  # one layer of each kind, in their order
         period = tuple(dict.fromkeys(period))
         prefix, suffix = (tuple(dict.fromkeys(part)) for part in (prefix, suffix))
-    periods = 1 if len(period) > 2 else 2
+    periods, group = 1 if len(period) > 2 else 2, GROUP if config.limited else 1
     embed = _multiple(EMBED, devices)
     return dict(
         vocab=VOCAB,
@@ -43,7 +45,7 @@ def shrunk(config: DecoderFields, devices: int) -> dict[str, Any]:
         period=period,
         prefix=prefix,
         suffix=suffix,
-        learned_positions=None if config.learned_positions is None else seq_of(devices),
+        learned_positions=None if config.learned_positions is None else seq_of(devices, group),
         vocab_multiple=8 * devices,
         chunk_tokens=32,
     )
@@ -87,7 +89,7 @@ def _block(block: BlockConfig, devices: int) -> BlockConfig:
     of_experts = isinstance(block.mlp, MoeConfig)
     mlp = replace(block.mlp, hidden=_multiple(OF_EXPERT if of_experts else HIDDEN, devices))
     if isinstance(mlp, MoeConfig):
-        experts = min(mlp.experts, EXPERTS)
+        experts = _multiple(min(mlp.experts, EXPERTS), devices)
         # At least two of several: with one its share is 1, and the router has no gradient.
         chosen = min(mlp.experts_per_token, max(experts // 2, 2), experts)
         mlp = _mixture(replace(mlp, experts=experts, experts_per_token=chosen), devices)
@@ -137,7 +139,7 @@ def _rope(rope: Rope, head_dim: int) -> Rope:
 
 def _mixture(mlp: MoeConfig, devices: int) -> MoeConfig:
     """A mixture with small parts: two groups of experts, of which one is open if it has enough
-    experts; tokens compete with those of half a row."""
+    experts; tokens compete with those of `GROUP`."""
     groups = mlp.router.groups
     if groups is not None and mlp.experts % 2:
         groups = None
@@ -149,13 +151,14 @@ def _mixture(mlp: MoeConfig, devices: int) -> MoeConfig:
         mlp,
         router=replace(mlp.router, groups=groups),
         shared=shared and replace(shared, hidden=_multiple(EMBED, devices)),
-        capacity=capacity and replace(capacity, routing_group=SEQ // 2),
+        capacity=capacity and replace(capacity, routing_group=GROUP),
     )
 
 
-def seq_of(devices: int) -> int:
-    """Tokens of a row: complete chunks, two for each device, wherever it is cut."""
-    return _multiple(SEQ, 2 * devices)
+def seq_of(devices: int, group: int = 1) -> int:
+    """Tokens of a row: complete chunks, two for each device, wherever it is cut, each of complete
+    routing groups of `group` tokens."""
+    return _multiple(SEQ, 2 * devices * group)
 
 
 def _multiple(size: int, devices: int) -> int:

@@ -24,8 +24,10 @@ def group_violations(
     seq, cut = experiment.data.seq, cut_ways(experiment.sharding, sizes)
     runs = [count * seq for count in rows]
     if cut > 1:
-        zigzag = explicit and chosen_method(experiment, described, sizes, seq).order(cut).zigzag
-        runs = [seq // (cut * (1 + zigzag))]
+        runs = [seq // cut]
+        order = chosen_method(experiment, described, sizes, seq).order(cut) if explicit else None
+        if order is not None and order.zigzag:  # a device's tokens may be of two chunks
+            runs = [math.gcd(seq // cut, seq // (2 * order.groups))]
     groups = dict.fromkeys(call.routing_group for call in described.expert_calls)
     return [
         f"capacity.routing_group={group} does not divide the {run} tokens that follow one another "

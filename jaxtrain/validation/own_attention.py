@@ -15,6 +15,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.mesh.roles import roles_of
 from jaxtrain.operations.block import attentions
 from jaxtrain.validation.model import described_where_sound
+from jaxtrain.validation.sequence import cut_ways
 
 SAMPLES = "continues text by jaxtrain's own attention"
 
@@ -58,6 +59,8 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
     roles = roles_of(experiment.sharding.activations, sizes)
     widest = roles.outside_stack() if _attends_outside_the_stack(experiment) else roles
     heads, rows = widest.heads, roles.seq
+    if _gets_whole_rows(experiment, sizes):
+        heads, rows = (*heads, *rows), ()
     violations = []
     if heads and not getattr(kernel, "heads_alike", False):
         cut = " x ".join(f"{axis}={sizes[axis]}" for axis in heads)
@@ -78,6 +81,13 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
             f"evaluation.sample=None, or {standard}"
         )
     return violations
+
+
+def _gets_whole_rows(experiment: Experiment, sizes: Mapping[str, int]) -> bool:
+    """Returns True if devices that split rows trade tokens for heads before attention, all of them
+    together: a kernel sees whole rows, and some of the heads."""
+    row_ways, method = cut_ways(experiment.sharding, sizes), experiment.execution.context
+    return row_ways > 1 and method is not None and method.trading(row_ways) == row_ways
 
 
 def _has_functions_of_scores(experiment: Experiment) -> bool:

@@ -101,6 +101,8 @@ def _of_model(violation: str, call: AttentionCall) -> str:
     if not isinstance(violation, Clash) or "heads=" not in violation.rule:
         return violation
     name = "kv_heads" if "kv_heads=" in violation.rule else "heads"
+    if violation.rule.endswith(f"{name}={getattr(call, name)}"):
+        return violation
     return violation.changed(rule=f"{violation.rule}, of {name}={getattr(call, name)}")
 
 

@@ -18,7 +18,7 @@ from jaxtrain.huggingface.write import refuse_unwritable
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.models.buffers import buffers_of
 from jaxtrain.models.layered import description_of
-from jaxtrain.weights.loading import Loaded, LoadedAdapters, is_run, load
+from jaxtrain.weights.loading import Loaded, LoadedAdapters, is_run, load, refuse_absent
 from jaxtrain.weights.tokenizer_files import (
     GENERATION,
     declared_positions,
@@ -52,6 +52,7 @@ def export(
     model, or `out` exists; and DamagedCheckpoint.
     """
     run, out = local_path("run", run), local_path("out", out)
+    refuse_absent(run)
     if not is_run(run):
         raise ValueError(f"{run} has no checkpoints; give a run directory")
     model = load(run, step=step, averaged=averaged, mesh=mesh, trust=trust)

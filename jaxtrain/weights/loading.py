@@ -82,6 +82,12 @@ def is_run(path: Path) -> bool:
     return (path / CHECKPOINTS).is_dir() or "experiment" in json_object(path / NAME)
 
 
+def refuse_absent(path: Path) -> None:
+    """Raises ValueError where there is no directory."""
+    if not path.is_dir():
+        raise ValueError(f"there is no directory {path}; give a run directory, or a model's folder")
+
+
 def load(
     path: str | Path,
     *,
@@ -100,6 +106,7 @@ def load(
     ValueError where `path` is neither of them, and DamagedCheckpoint.
     """
     path = local_path("path", path)
+    refuse_absent(path)
     spec = mesh_from_axes(data=1) if mesh is None else mesh
     if is_run(path):
         return _of_run(path, step, averaged, spec, trust)

@@ -23,7 +23,7 @@ from jaxtrain.experiment import load_experiment
 from jaxtrain.mesh.compiler_options import KEEP_BARRIERS, quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.pipeline import tick
-from jaxtrain.step.assembly import assemble
+from jaxtrain.step.assembly import assemble, try_assemble
 from jaxtrain.transformer.small import seq_of
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "stdlib_lm.py"
@@ -459,6 +459,29 @@ def test_rows_are_cut_by_every_layout_of_any_count_of_devices() -> None:
         assert batch % (2 * devices) == 0
         for stages in (s for s in range(2, devices + 1) if devices % s == 0):
             assert batch % (4 * devices // stages) == 0, (devices, stages)
+
+
+@pytest.mark.parametrize(("devices", "least_cut"), [(8, 1), (6, 1), (8, 8)])
+def test_every_layout_of_a_mixture_with_a_capacity_is_accepted(
+    devices: int, least_cut: int
+) -> None:
+    """No mesh cuts its routing groups, of several tokens each. ReLU, across the jump of whose
+    derivative some value rounds, has a smooth one in its place."""
+    path = Path(__file__).parents[2] / "experiments" / "switch_1_6t.py"
+    switch = jaxtrain.load_experiment(path)
+    positioned = replace(switch.model, learned_positions=switch.data.seq)
+    small = shrink(replace(switch, model=positioned), devices=devices)
+    activations = set()
+    for layout in layouts(devices, "quick" if least_cut == 1 else "all", experts=True)[0]:
+        if dict(layout.axes).get("context", 1) < least_cut:
+            continue
+        experiment = experiment_on(small, layout)
+        spec = jaxtrain.mesh_from_axes(**dict(layout.axes))
+        assert not try_assemble(experiment, spec)[1], layout
+        (block,) = experiment.model.period
+        assert block.mlp.capacity.routing_group > 1
+        activations.add(block.mlp.activation)
+    assert activations == {jax.nn.silu} and small.model.period[0].mlp.activation == jax.nn.relu
 
 
 def test_dropout_of_a_layout_is_that_of_every_block(decoder: jaxtrain.Experiment) -> None:

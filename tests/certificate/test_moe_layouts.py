@@ -122,17 +122,18 @@ def test_experts_beside_a_pipeline_are_split_over_stages_too(
     ("experts", "k", "small"),
     [
         (8, 2, (8, 2)),
-        (2, 2, (2, 2)),
-        (3, 2, (3, 2)),
-        (4, 3, (4, 2)),
+        (2, 2, (8, 2)),
+        (3, 2, (8, 2)),
+        (4, 3, (8, 3)),
+        (64, 6, (8, 4)),
         (8, 1, (8, 1)),
-        (1, 1, (1, 1)),
+        (1, 1, (8, 1)),
     ],
 )
 def test_shrinking_leaves_routers_something_to_learn(
     experts: int, k: int, small: tuple[int, int]
 ) -> None:
-    """The share of one chosen expert is 1, whatever its router says."""
+    """The share of one chosen expert is 1, whatever its router says. And every device has one."""
     block = experiment().model.period[0]
     block = replace(block, mlp=jaxtrain.MoeConfig(64, experts, k))
     given = replace(experiment(), model=replace(experiment().model, period=(block,)))

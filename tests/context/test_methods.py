@@ -221,19 +221,28 @@ def test_zigzag_multiplies_2n_plus_1_of_4n_tiles(method, share):
 def test_what_a_method_needs_is_told_with_its_remedy():
     told = RingAttention().violations(8, seq=100, heads=4, kv_heads=4)
     assert told == [
-        "seq=100 is not cut into 16 chunks, 2 for each of context=8 of whole tokens; use seq=96 "
-        "or 112"
+        "seq=100 is no multiple of 16, by which context=8 divides rows in zig-zag order; use "
+        "seq=96 or 112"
     ]
     assert "or zigzag=False" in RingAttention().violations(4, seq=12, heads=1, kv_heads=1)[0]
     told = Ulysses().violations(4, seq=16, heads=8, kv_heads=2)
     assert told == [
         "Ulysses() trades over 4 devices of context=4, which do not divide a device's kv_heads=2; "
-        "use RingAttention(zigzag=False), which splits no heads"
+        "use RingAttention(), which splits no heads"
     ]
-    assert "use group=2 or 4" in TwoLevel(3).violations(4, seq=16, heads=3, kv_heads=3)[0]
+    (told,) = TwoLevel(3).violations(4, seq=16, heads=4, kv_heads=4)
+    assert told.endswith("use group=2 or 4, or RingAttention(), which splits no heads")
+    # Of groups those that fit heads and rows, and of rings the one that fits rows.
+    (told,) = TwoLevel(3).violations(4, seq=12, heads=4, kv_heads=2)
+    assert told.endswith("use group=2, or RingAttention(zigzag=False), which splits no heads")
+    told, rows = TwoLevel(4).violations(6, seq=20, heads=8, kv_heads=8)
+    assert told.endswith("use RingAttention(zigzag=False), which splits no heads")
+    assert rows.startswith("seq=20 is no multiple of 6")
+    for text in Ulysses().violations(4, seq=16, heads=3, kv_heads=3):
+        assert "use RingAttention(), which splits no heads" in text
     # Its 4 chunks are cut over 8 devices, though 12 tokens are 4 chunks of 3.
     (told,) = TwoLevel(4).violations(8, seq=12, heads=4, kv_heads=4)
-    assert "seq=12 is not cut into 4 chunks" in told and "use seq=8 or 16" in told
+    assert "seq=12 is no multiple of 8" in told and "use seq=8 or 16" in told
     assert TwoLevel(4).violations(8, seq=16, heads=4, kv_heads=4) == []
     with pytest.raises(ValueError, match="group=1"):
         TwoLevel(1)

@@ -289,6 +289,19 @@ def test_values_in_16_bits_have_gradients_in_16_bits_summed_in_32() -> None:
     assert found.dtype == jnp.bfloat16 and (found == exact.astype(jnp.bfloat16)).all()
 
 
+@pytest.mark.parametrize("method", [RingAttention(), GatheredKeys(), Ulysses()])
+def test_a_method_refuses_scores_without_values_of_heads(method: Any) -> None:
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,))
+    kernel, rows = SelfAttention(scores=Alibi()), P(None, "context")
+
+    def attend(q: jax.Array) -> jax.Array:
+        return method(kernel, q, q, q, None, ("context",))
+
+    run = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
+    with pytest.raises(ValueError, match=r"scores=Alibi\(\) was given no values of heads"):
+        jax.eval_shape(run, jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32))
+
+
 def test_fused_kernels_refuse_and_are_not_chosen() -> None:
     scoring = Scoring(AttentionMask(), 1.0, function=Alibi())
     q = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain.attention import Blockwise, Cudnn, Reference, Splash, Triton
+from jaxtrain.attention.kernels import PlatformKernel
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.context.tiles import tile_kernel
 
@@ -57,3 +59,25 @@ def test_a_tile_has_the_kernel_asked_for_where_it_computes_that(
 
     jax.eval_shape(traced, q)
     assert found == [kernel] if taken else isinstance(found[0], Blockwise)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "mask", "reason"),
+    [
+        ("tpu", jnp.float32, BEFORE, "dtype=float32"),
+        ("gpu", jnp.float32, BEFORE, "dtype=float32"),
+        ("gpu", jnp.bfloat16, window(128), "no fused"),
+        ("gpu", jnp.bfloat16, BEFORE, None),
+        ("cpu", jnp.float32, BEFORE, None),
+    ],
+)
+def test_an_accelerator_without_a_fused_kernel_for_a_tile_is_told(
+    platform: str, dtype: Any, mask: AttentionMask, reason: str | None
+) -> None:
+    kernel, q = PlatformKernel(platform, 9), jnp.zeros((1, 128, 2, 64), dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tile_kernel(kernel, q, Scoring(mask, scale=1.0), documents=False)
+    assert [reason in str(warning.message) for warning in caught] == (
+        [] if reason is None else [True]
+    )

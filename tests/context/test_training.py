@@ -96,6 +96,7 @@ def test_the_method_follows_mesh_and_heads():
     assert choose(many, 4, 12) == Ulysses(), "12 tokens make no 8 chunks"
     assert choose([Heads(8, 2, True)], 4, 12) == RingAttention(zigzag=False)
     assert choose([Heads(8, 8, False)], 4, 16) == RingAttention(zigzag=False)
+    assert choose([Heads(8, 8, False), *many], 4, 16) == RingAttention()
 
 
 def test_what_does_not_fit_a_mesh_that_cuts_rows_is_told(decoder):
@@ -108,8 +109,8 @@ def test_what_does_not_fit_a_mesh_that_cuts_rows_is_told(decoder):
 
     assert told(decoder) == told(odd) == []
     assert told(odd, method=RingAttention()) == [
-        "execution.context: seq=12 is not cut into 8 chunks, 2 for each of context=4 of whole "
-        "tokens; use seq=8 or 16, or zigzag=False"
+        "execution.context: seq=12 is no multiple of 8, by which context=4 divides rows in zig-zag "
+        "order; use seq=8 or 16, or zigzag=False"
     ]
     assert "which do not divide a device's heads=2" in told(decoder, method=Ulysses())[0]
     assert told(decoder, method=TwoLevel(2)) == told(decoder, method=GatheredKeys()) == []

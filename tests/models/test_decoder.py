@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.attention.rotary.scaling import LinearScaling, LongRope, Yarn
+from jaxtrain.moe.router import Capacity
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import build, put_together, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
@@ -214,6 +215,36 @@ def test_decoding_with_a_cache_equals_the_full_forward(name, built):
         np.testing.assert_allclose(z[..., :VOCAB], wanted[:, start:stop], rtol=1e-4, atol=1e-4)
         assert np.all(np.asarray(z)[..., VOCAB:] < -1e29), "a padded id could be sampled"
         start = stop
+
+
+def test_capacity_is_for_tokens_of_documents_and_not_for_generation():
+    """Ids in padding change no loss, which they do where they are a document; and single tokens are
+    decoded as without a capacity."""
+    limited = MoeConfig(12, experts=4, capacity=Capacity(0.5, routing_group=ROWS * SEQ))
+    config = decoder(block(mlp=limited), layers=1)
+    static, params = abstract(config).static, initial(config)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (3, ROWS, SEQ))
+    real = np.arange(SEQ) < np.array([[3], [7]])
+    loss = jax.jit(lambda params, batch: put_together(static, params).loss(batch)[0])
+
+    def with_ids(numbers, segments):
+        tokens = np.where(real, ids[0], numbers).astype(np.int32)
+        batch = dict(tokens=tokens, targets=ids[1].astype(np.int32), segments=segments)
+        return float(loss(params, batch | {"weights": real.astype(np.float32)}))
+
+    padded, whole = real.astype(np.int32), 2 - real.astype(np.int32)
+    assert with_ids(ids[1], padded) == with_ids(ids[2], padded)
+    assert with_ids(ids[1], whole) != with_ids(ids[2], whole)
+    assert with_ids(ids[1], padded) != with_ids(ids[1], whole)
+    free = decoder(block(mlp=replace(limited, capacity=None)), layers=1)
+    decoded = []
+    for parts in (static, abstract(free).static):
+        model = put_together(parts, params)
+        caches = model.empty_cache(ROWS, SEQ, jnp.float32)
+        decoded.append(
+            model.decode(jnp.asarray(ids[0][:, :3]), caches, jnp.int32(0), comm=Local())[0]
+        )
+    np.testing.assert_array_equal(*decoded)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.exhaustive)])

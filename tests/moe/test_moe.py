@@ -214,6 +214,15 @@ def test_rows_and_slots_are_each_others_adjoints_and_no_gradient_is_a_scatter() 
         assert "gather" in text and "scatter" not in text
 
 
+def test_gradients_of_a_token_s_rows_are_added_up_in_fp32() -> None:
+    """256 + 1 + 1 is 258, which bf16 has, but not 257, which rounds to 256."""
+    plan = plan_rows(jnp.array([[0, 1, 2]]), 3, 1, most=3)
+    dy = jnp.zeros((len(plan.slots), 1), jnp.bfloat16)
+    dy = dy.at[plan.places[0]].set(jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16))
+    (dx,) = jax.vjp(lambda x: dispatch(x, plan), jnp.ones((1, 1), jnp.bfloat16))[1](dy)
+    assert float(dx[0, 0]) == 258.0
+
+
 def test_in_bf16_weights_gradients_are_summed_in_fp32_and_routers_stay_as_they_are() -> None:
     """4096 rows of ones to one expert, in blocks: in bf16 the sum of blocks would be off."""
     rows, owners = np.full((4096, 2), 1.0078125, jnp.bfloat16), np.zeros(64, np.int32)

@@ -93,6 +93,50 @@ def test_choices_and_shares_are_those_of_the_formula(name: str, k: int) -> None:
     np.testing.assert_allclose(shares, oracle, rtol=2e-6)
 
 
+class Products(Router):
+    """Scores that are no probabilities; low logits have scores of zero."""
+
+    def scores(self, logits: jax.Array) -> jax.Array:
+        return jnp.exp(logits)
+
+
+@pytest.mark.parametrize("router", [SigmoidRouter(scale=2.5), Products(scale=2.5)])
+@pytest.mark.parametrize("logit", [-40.0, -60.0])
+def test_shares_of_low_logits_are_those_of_the_formula_with_their_gradients(
+    router: Router, logit: float
+) -> None:
+    """Their scores are so small that the square of their sum is none."""
+    z, chosen = logit + np.arange(4.0)[None], jnp.array([[3, 1]])
+    scores = sigmoid(z) if isinstance(router, SigmoidRouter) else np.exp(z)
+    own = scores[:, [3, 1]]
+    expected = own / own.sum()
+    shares = lambda z: router.shares(z, chosen)[0]  # noqa: E731
+    found, slopes = shares(jnp.float32(z)), jax.jacobian(shares)(jnp.float32(z))[:, 0]
+    np.testing.assert_allclose(found, 2.5 * expected[0], rtol=1e-5)
+    product = 2.5 * expected[0, 0] * expected[0, 1]  # both scores are an exponential there
+    np.testing.assert_allclose(
+        slopes[:, [3, 1]], [[product, -product], [-product, product]], rtol=1e-5
+    )
+    assert not slopes[:, [0, 2]].any()
+    if isinstance(router, SigmoidRouter):
+        np.testing.assert_allclose(
+            router.probabilities(jnp.float32(z)), scores / scores.sum(), rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("router", [SigmoidRouter(), Products()])
+def test_a_token_whose_scores_are_all_zero_has_finite_gradients(router: Router) -> None:
+    z = jnp.full((1, 4), -200.0)
+    shares = lambda z: router.shares(z, jnp.array([[3, 1]]))  # noqa: E731
+    assert np.isfinite(shares(z)).all() and np.isfinite(jax.jacobian(shares)(z)).all()
+    balance = Balance(1.0)
+    x, given = leaves(tally=jnp.ones(tally_size(EXPERTS)))
+    layer = ExpertLayer(2, silu, SigmoidRouter(), balance=balance)
+    low = given._replace(router=given.router - 300.0 * jnp.sign(given.router))
+    gradients = jax.jit(jax.grad(lambda g: layer(x, g).sum()))(low)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
 def test_a_router_that_does_not_renormalise_learns_with_one_expert_a_token() -> None:
     x, given = leaves()
 
@@ -124,12 +168,15 @@ def test_one_expert_is_the_dense_layer_and_a_shared_one_is_added_to_the_others()
     np.testing.assert_allclose(found - alone, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("factor", [0.3, 1.0, 1.2])
-def test_later_choices_are_dropped_and_their_shares_are_lost(factor: float) -> None:
+def test_later_choices_are_dropped_and_their_shares_are_lost(factor: float, padding: bool) -> None:
     capacity = Capacity(factor, routing_group=8)
     x, given = leaves(2)
+    real = np.random.default_rng(1).random(TOKENS) < (0.6 if padding else 2.0)
+    facts = TokenFacts(real=jnp.asarray(real) if padding else None)
     free = ExpertLayer(2, silu).route(x, given)
-    found = ExpertLayer(2, silu, capacity=capacity).route(x, given)
+    found = ExpertLayer(2, silu, capacity=capacity).route(x, given, facts)
     room, chosen = capacity.rows(EXPERTS, 2), np.asarray(free.chosen)
     assert room == max(int(np.ceil(factor * 8 * 2 / EXPERTS)), 1)
     for group in range(TOKENS // 8):
@@ -137,7 +184,7 @@ def test_later_choices_are_dropped_and_their_shares_are_lost(factor: float) -> N
         for j in range(2):
             for t in range(8 * group, 8 * group + 8):
                 expert = chosen[t, j]
-                kept = taken[expert] < room
+                kept = taken[expert] < room and real[t]
                 taken[expert] += kept
                 assert found.chosen[t, j] == (expert if kept else EXPERTS)
                 assert found.shares[t, j] == (free.shares[t, j] if kept else 0.0)
@@ -202,6 +249,12 @@ def test_auxiliary_losses_reach_the_router_and_its_inputs_and_are_counted(router
     np.testing.assert_allclose(found["z"], z2, rtol=1e-6)
     assert found["dropped"] == 0.0
     assert 0 < found["entropy"] < np.log(EXPERTS) * w.sum()
+    sure = leaves(4, tally=jnp.ones(tally_size(EXPERTS)))[1]
+    sure = sure._replace(router=300.0 * sure.router)  # some probabilities are zero
+    tally = jax.grad(lambda g: ExpertLayer(k, silu, router, balance=balance)(x, g).sum())(
+        sure
+    ).tally
+    assert np.isfinite(tally).all()
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -196,8 +196,8 @@ def test_the_commands_print_it(tmp_path, capsys):
     assert flops["over_needed"] > 1 / (1 - bubble(schedule)) and flops["again"] > 0
     assert f"the step does {flops['over_needed']:.3f} times the matmul FLOPs it needs" in said.err
     assert found["pipeline"]["published_in_flight"] == [4, 3, 2, 1]
-    assert "buffers: inputs 7, cotangents 1" in said.err
-    assert "where stages not in step keep 4 works'" in said.err
+    assert "buffers: inputs 7, cotangents 1, an input of" in said.err
+    assert " bytes; stages that do not go in step keep 4" in said.err
 
 
 def test_compile_prints_it_too(small):

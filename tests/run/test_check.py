@@ -427,8 +427,8 @@ def moved(axes: dict[str, int], usable: float, **changes: Any) -> tuple[Any, Any
     ("axes", "changes", "remedy"),
     [
         ({"data": 2}, {}, "fit 2 devices: split it over more of the 2"),
-        ({"fsdp": 2}, {"microbatches": 4}, "use 3 devices or more, or a smaller model"),
-        ({"fsdp": 2}, {"microbatches": 4, "precision": jaxtrain.bf16}, "use 3 devices or more"),
+        ({"fsdp": 2}, {"microbatches": 4}, "use 4 devices or more, or a smaller model"),
+        ({"fsdp": 2}, {"microbatches": 4, "precision": jaxtrain.bf16}, "use 4 devices or more"),
         ({"data": 2}, {"sharding": RULES["zero1"], "precision": BF16_WEIGHTS}, "fit 2 devices"),
     ],
 )
@@ -442,8 +442,28 @@ def test_the_least_a_step_holds_is_its_state_batch_and_gradients(
     jaxtrain.check(*moved(axes, least, **changes))
     with pytest.raises(ValueError, match=f"{remedy}"):
         jaxtrain.check(*moved(axes, least - 1, **changes))
+    if "use 4" in remedy:
+        jaxtrain.check(*moved({"fsdp": 4}, least - 1, **changes))
     given, machine = moved(axes, 1.0, **changes)
     assert jaxtrain.check(given, machine.simulate()).bytes_per_device == report.bytes_per_device
+
+
+@pytest.mark.parametrize(
+    ("rules", "axis", "share"),
+    [("zero1", "data", 0.75), ("fsdp", "fsdp", 0.7), ("fsdp", "fsdp", 0.4)],
+)
+def test_as_many_devices_as_are_asked_for_are_enough(rules: str, axis: str, share: float) -> None:
+    """Also where the sharding leaves a part of the state whole, as zero1 leaves the parameters."""
+    changes = dict(sharding=RULES[rules], batch=64)
+    report = jaxtrain.check(experiment(**changes), jaxtrain.mesh_from_axes(**{axis: 2}))
+    parts = report.bytes_per_device
+    room = share * (parts["total"] + parts["optimizer"] / 2)
+    with pytest.raises(ValueError, match=r"use \d+ devices or more") as caught:
+        jaxtrain.check(*moved({axis: 2}, room, **changes))
+    devices = int(re.search("use ([0-9]+) devices or more", str(caught.value))[1])
+    jaxtrain.check(*moved({axis: devices}, room, **changes))
+    with pytest.raises(ValueError, match="before any activation"):
+        jaxtrain.check(*moved({axis: devices // 2}, room, **changes))
 
 
 def test_routers_that_learn_nothing_are_noted() -> None:

@@ -19,7 +19,7 @@ from jaxtrain.data import BatchRamp, BigramChain
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.session import session
 from jaxtrain.session.evaluate import Evaluator
-from jaxtrain.session.rows import open_split
+from jaxtrain.session.rows import Ended, open_split
 from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import assemble
 from jaxtrain.step.batches import fields_of
@@ -154,6 +154,15 @@ def test_bits_are_of_the_bytes_that_weigh(own: jaxtrain.Experiment, made: Any) -
     seen = (data.token_bytes[batch["targets"]] * batch["weights"]).sum()
     nats = found["eval_loss"] * batch["weights"].sum()
     assert found["bits_per_byte"] == pytest.approx(nats / np.log(2) / seen, rel=1e-6)
+
+
+def test_rows_behind_the_last_have_no_weight_and_no_document(own: jaxtrain.Experiment) -> None:
+    """Where experts have a capacity, their tokens take no place."""
+    data = replace(own.data, isolate_documents=True).open("held_out", seed=0, cache_dir=Path())
+    rows = Ended(data).rows(np.arange(HELD_OUT - 2, HELD_OUT + 3))
+    assert rows["segments"][:2].any() and rows["weights"][:2].any()
+    assert not rows["segments"][2:].any() and not rows["weights"][2:].any()
+    assert rows["segments"].dtype == np.int32 and rows["weights"].dtype == np.float32
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,10 @@ def test_sets_are_encoded_by_the_experiment_s_tokenizer_and_named_in_metrics(
     assert "eval_loss/files" in repr(result.history)
     assert [p.name for p in (files / "run" / "checkpoints").glob("[0-9]*")]
     (files / "code.jsonl").write_text(json.dumps({"text": CODE[0] * 2}))
+    with pytest.warns(UserWarning, match="held-out set lines are not those of step 2"):
+        changed = jaxtrain.evaluate(files / "run", **cache)
+    assert changed["eval_loss/files"] == values["eval_loss/files"]
+    assert changed["eval_loss/lines"] != values["eval_loss/lines"]
     _, told = train(experiment, files / "run")
     assert told.count("NOTE") == 1
     assert "NOTE the held-out set lines is not that of step 2: its eval_loss/lines" in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,10 @@ def test_what_is_no_model_is_not_generated_from(
         load(folder, step=3)
     with pytest.raises(ValueError, match="has no checkpoints; give a run directory"):
         jaxtrain.export(folder, tmp_path / "out")
+    missing = tmp_path / "no"
+    for run in (load, partial(jaxtrain.export, out="out")):
+        with pytest.raises(ValueError, match=r"there is no directory .*no; give a run directory"):
+            run(missing)
     text = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "version": "1.0"}
     (folder / "tokenizer.json").write_text(json.dumps({**text, "added_tokens": []}))
     with pytest.raises(ValueError, match=r"neither eos_token in tokenizer_config\.json nor eos_t"):

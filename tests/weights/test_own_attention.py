@@ -13,6 +13,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.attention import Blockwise, Reference
+from jaxtrain.context import Ulysses
 from jaxtrain.validation.own_attention import own_attention_violations
 from jaxtrain.weights.export import export
 from jaxtrain.weights.generate import generate, generate_text
@@ -43,7 +44,11 @@ def using(experiment: jaxtrain.Experiment, kernel: Any) -> jaxtrain.Experiment:
     return replace(experiment, execution=jaxtrain.Execution(attention=kernel))
 
 
-SAYS = {"heads": "tensor=2 gives each device some of the heads", "rows": "context=2 gives each"}
+SAYS = {
+    "heads": "tensor=2 gives each device some of the heads",
+    "rows": "context=2 gives each device a part of a row",
+    "traded": "context=2 gives each device some of the heads",
+}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,11 @@ def test_a_kernel_that_does_not_say_so_gets_no_part_of_heads_or_rows(
     ):
         violations = own_attention_violations(experiment, sizes)
         assert len(violations) == (not taken) and all(says in each for each in violations)
+    traded = replace(
+        experiment, execution=jaxtrain.Execution(None, attention=kernel, context=Ulysses())
+    )
+    violations = own_attention_violations(traded, {"context": 2})
+    assert len(violations) == (not heads) and all(SAYS["traded"] in each for each in violations)
     # Those before the stack have their heads split over the stages.
     (block,) = experiment.model.period
     before = replace(experiment, model=replace(experiment.model, layers=3, prefix=(block,)))
@@ -80,6 +90,18 @@ def test_a_kernel_that_does_not_say_so_gets_no_part_of_heads_or_rows(
     problems = own_attention_violations(using(sampled, kernel), {})
     assert bool(problems) == (not rows)
     assert all(f"{kernel.__name__}.standard = True" in each for each in problems)
+
+
+def test_a_kernel_alike_for_all_heads_sees_whole_rows_where_heads_are_traded(
+    decoder: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    losses = []
+    for axes, context in (({"data": 1}, None), ({"context": 2}, Ulysses())):
+        execution = jaxtrain.Execution(attention=halved, context=context)
+        tried = replace(decoder, execution=execution, steps=2)
+        mesh = jaxtrain.mesh_from_axes(**axes)
+        losses.append([line["loss"] for line in jaxtrain.train(tried, mesh).history])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_it_is_refused_before_anything_is_compiled(decoder: jaxtrain.Experiment) -> None:
