@@ -156,7 +156,17 @@ def test_the_flags_of_train_are_frozen() -> None:
     actions = commands.choices["train"]._actions
     assert {flag for action in actions for flag in action.option_strings} == {
         *("-h", "--help"),
-        *("--mesh", "--run-dir", "--name", "--fresh", "--from", "--steps", "--set", "--simulate"),
+        *(
+            "--mesh",
+            "--run-dir",
+            "--name",
+            "--fresh",
+            "--numbered",
+            "--from",
+            "--steps",
+            "--set",
+            "--simulate",
+        ),
         *("--coordinator", "--processes", "--process"),
     }
     assert [a.dest for a in actions if not a.option_strings] == ["experiment"]

@@ -84,6 +84,16 @@ def add_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("command", nargs=argparse.REMAINDER, help="-- train EXPERIMENT ...")
 
 
+def _refuse_new_directories(train: Any) -> None:
+    """Raises ValueError for flags of `train` that give each start another directory."""
+    for flag, does in {"fresh": "begin it anew", "numbered": "take another directory"}.items():
+        if getattr(train, flag):
+            raise ValueError(
+                f"launch starts a run again and again, and --{flag} would {does} each time; give "
+                "it another --name or --run-dir"
+            )
+
+
 def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any]) -> int:
     """Runs `launch`. parse: the command line's own parser, which refuses what `train` refuses."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -98,11 +108,7 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
             "launch tells its processes where they meet and which they are; leave out "
             "--coordinator, --processes and --process"
         )
-    if train.fresh:
-        raise ValueError(
-            "launch starts a run again and again, and --fresh would begin it anew each time; give "
-            "it another --name or --run-dir"
-        )
+    _refuse_new_directories(train)
     raise_violations(
         [
             *_idle(options),

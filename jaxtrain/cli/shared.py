@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -49,6 +50,24 @@ def run_dir_of(options: argparse.Namespace) -> Path:
     if not name or Path(name).name != name or name == "..":
         raise ValueError(f"--name {name!r} names a directory in runs/; give a path as --run-dir")
     return Path("runs") / name
+
+
+@contextmanager
+def numbered_directory(base: Path) -> Iterator[Path]:
+    """Makes and gives the first of the directories base-1, base-2, ... that is not there, which no
+    other process gets. At the end it is removed if it is empty, as where a run was refused."""
+    for number in count(1):
+        path = base.with_name(f"{base.name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        break
+    try:
+        yield path
+    finally:
+        with suppress(OSError):  # it has a run
+            path.rmdir()
 
 
 def add_mesh(sub: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from jaxtrain.cli.shared import (
     RunFailed,
     add_mesh,
     mesh_of,
+    numbered_directory,
     print_failure,
     print_refusal,
     run_dir_of,
@@ -32,7 +33,7 @@ from jaxtrain.cluster.sampler import SAMPLE_FILE, STARTED_BY, SUPERVISOR, Sample
 from jaxtrain.fault_tolerance.faults import FAULTS, Injector
 from jaxtrain.fault_tolerance.ledger import OpenEntry, unwritten
 from jaxtrain.run.callback import Callback, Run
-from jaxtrain.violations import refuses
+from jaxtrain.violations import raise_violations, refuses
 
 if TYPE_CHECKING:  # it imports JAX
     from jaxtrain.run.result import Result
@@ -48,6 +49,10 @@ def add_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("--name", help="of the run directory in runs/, instead of EXPERIMENT")
     text = "begin anew: a run that is in the directory is kept beside it; to resume, leave it out"
     train.add_argument("--fresh", action="store_true", help=text)
+    text = (
+        "keep each start as a run of its own, in the first of RUN-1, RUN-2, ... that is not there"
+    )
+    train.add_argument("--numbered", action="store_true", help=text)
     text = "begin as a branch of another run: with the whole state of that step, default its newest"
     train.add_argument("--from", dest="from_run", metavar="RUN[@STEP]", help=text)
     train.add_argument("--steps", type=int, help="stop after so many steps in all")
@@ -61,12 +66,18 @@ def add_options(train: argparse.ArgumentParser) -> None:
 def train_command(options: argparse.Namespace) -> int:
     spec = mesh_of(options)
     place = place_of(options.coordinator, options.processes, options.process)
+    processes = process_count(place, os.environ)
+    if options.numbered:
+        _refuse_numbered(options, processes)
     if spec.simulated:
-        set_simulation_flags(options, spec, process_count(place, os.environ))
+        set_simulation_flags(options, spec, processes)
     number = process_number(place, os.environ)
     run_dir = run_dir_of(options)
     phases = Phases()
     with ExitStack() as stack:
+        if options.numbered:
+            run_dir = stack.enter_context(numbered_directory(run_dir))
+            say(f"run directory {run_dir}")
         # Child processes do not inherit these.
         path, faults = os.environ.pop(SAMPLE_FILE, None), os.environ.pop(FAULTS, None)
         if supervisor := os.environ.pop(SUPERVISOR, None):
@@ -88,6 +99,18 @@ def train_command(options: argparse.Namespace) -> int:
             callbacks.append(injector)
         leave_at_once = LeaveAtOnce(phases, ledger)
         return _train(options, spec, place, run_dir, phases, stop, callbacks, leave_at_once)
+
+
+def _refuse_numbered(options: argparse.Namespace, processes: int) -> None:
+    """Raises ValueError where several starts or processes would each take another directory."""
+    raise_violations(
+        [
+            *["--numbered begins in a new directory, and --fresh in one that is there; give one"]
+            * options.fresh,
+            *[f"--numbered would give each of {processes} processes another directory; use --name"]
+            * (processes > 1),
+        ]
+    )
 
 
 def _train(

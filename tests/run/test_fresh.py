@@ -192,3 +192,29 @@ def test_the_command_names_a_run_and_begins_it_anew(
     assert cli.main(launched) == cli.REFUSED
     assert "would begin it anew each time" in capsys.readouterr().err
     assert {path.name for path in Path("runs").iterdir()} == {"fast", "fast.1"}
+
+
+def test_the_command_numbers_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each start has a directory of its own; one that is refused leaves none."""
+    monkeypatch.chdir(tmp_path)
+    Path("small.py").write_text(EXPERIMENT)
+    command = ["train", "small.py", "--numbered"]
+    assert cli.main(command) == 0
+    assert "run directory runs/small-1" in capsys.readouterr().out.splitlines()[-1]
+    assert cli.main([*command, "--set", "batch=-1"]) == cli.REFUSED
+    assert cli.main([*command, "--set", "seed=1"]) == 0
+    assert cli.main([*command, "--name", "fast"]) == 0
+    assert {path.name for path in Path("runs").iterdir()} == {"small-1", "small-2", "fast-1"}
+    assert "all 2 steps are done" not in capsys.readouterr().out, "none was resumed"
+    of_two = "--mesh cpu_8 --processes 2 --process 0 --coordinator localhost:1"
+    for given, says in {
+        "--fresh": "in one that is there; give one",
+        of_two: "each of 2 pr",
+    }.items():
+        assert cli.main([*command, *given.split()]) == cli.REFUSED
+        assert says in capsys.readouterr().err
+    assert cli.main(["launch", "--processes", "1", "--", *command]) == cli.REFUSED
+    assert "would take another directory each time" in capsys.readouterr().err
+    assert {path.name for path in Path("runs").iterdir()} == {"small-1", "small-2", "fast-1"}
