@@ -267,14 +267,15 @@ def test_a_reader_of_the_output_that_goes_before_the_first_step_is_no_failure(
 def test_where_what_is_saved_cannot_be_seen_the_exit_code_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def ill(run_dir: Path, *, fresh: bool) -> Any:
+    def ill(run_dir: Path, *, anew: str) -> Any:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("jaxtrain.run.directory.left_in", ill)
     unseen = "stopped; what is saved in run cannot be seen: Input/output error"
     stopped: Any = types.SimpleNamespace(stopped=True, saved=4)
-    assert train_command._outcome(stopped, Path("run"), fresh=False) == (75, unseen)
-    assert train_command._outcome(None, Path("run"), fresh=True) == (130, unseen)
+    assert train_command._outcome(stopped, Path("run"), anew="") == (75, unseen)
+    for anew in ("", "fresh"):
+        assert train_command._outcome(None, Path("run"), anew=anew) == (130, unseen)
 
 
 BEFORE = {

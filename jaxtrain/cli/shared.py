@@ -55,7 +55,12 @@ def run_dir_of(options: argparse.Namespace) -> Path:
 @contextmanager
 def numbered_directory(base: Path) -> Iterator[Path]:
     """Makes and gives the first of the directories base-1, base-2, ... that is not there, which no
-    other process gets. At the end it is removed if it is empty, as where a run was refused."""
+    other process gets. At the end it is removed if it is empty, as where a run was refused. Raises
+    ValueError for a path without a name."""
+    if base.name in ("", ".."):
+        raise ValueError(
+            f"--numbered has no name to number in --run-dir {base}; give one with a name"
+        )
     for number in count(1):
         path = base.with_name(f"{base.name}-{number}")
         try:

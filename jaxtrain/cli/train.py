@@ -153,7 +153,8 @@ def _train(
             raise RunFailed from error
         raise
     stop.over = True  # the remaining work takes no time
-    code, text = _outcome(result, run_dir, fresh=options.fresh)
+    anew = "fresh" if options.fresh else "numbered" if options.numbered else ""
+    code, text = _outcome(result, run_dir, anew=anew)
     if code == DONE:
         phases.enter("exit")  # a process that ends with 0 before has left early
     if process_number(place, os.environ) == 0:
@@ -161,9 +162,10 @@ def _train(
     return code
 
 
-def _outcome(result: Result | None, run_dir: Path, *, fresh: bool) -> tuple[int, str]:
-    """Returns the exit code, and a text. result: None if the run was interrupted. fresh: it began
-    anew."""
+def _outcome(result: Result | None, run_dir: Path, *, anew: str) -> tuple[int, str]:
+    """Returns the exit code, and a text. result: None if the run was interrupted. anew: the flag by
+    which it began anew, "" for none: the same command does not go on then, and the exit code does
+    not say so."""
     if result is not None and not result.stopped:
         return DONE, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}"
     if result is not None and result.saved is None:
@@ -173,10 +175,10 @@ def _outcome(result: Result | None, run_dir: Path, *, fresh: bool) -> tuple[int,
 
     saved, left = None if result is None else result.saved, ""
     try:
-        saved, left = left_in(run_dir, fresh=fresh)
+        saved, left = left_in(run_dir, anew=anew)
     except OSError as error:
         left = f"what is saved in {run_dir} cannot be seen: {error.strerror}"
-    return INTERRUPTED if saved is None else PREEMPTED, f"stopped; {left}"
+    return INTERRUPTED if saved is None or anew else PREEMPTED, f"stopped; {left}"
 
 
 class KeepLedger:

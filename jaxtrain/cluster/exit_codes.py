@@ -10,4 +10,5 @@ EXHAUSTED, DETERMINISTIC, HUNG = 69, 70, 124
 after a hang."""
 
 PREEMPTED, INTERRUPTED = 75, 130
-"""Stopped after a save: the same command goes on; stopped with nothing saved."""
+"""Stopped after a save: the same command goes on; stopped with nothing saved, or by a command that
+begins anew."""

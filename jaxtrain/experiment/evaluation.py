@@ -68,9 +68,10 @@ class Evaluation:
 
     sample: a continuation at the end.
     sets: more held-out data, by name, as a dict or as pairs: files by name or pattern, or a source
-      of texts, all of whose texts the experiment's own tokenizer encodes; or data with `open`, such
-      as `TextData`, of which the held-out split is read. Metrics of the set "code" are called
-      eval_loss/code, bits_per_byte/code, ...
+      of files such as `TextFiles`, whose texts are read whole; or another source, or data with
+      `open`, such as `TextData`, of which the held-out split is read. Texts of sources are encoded
+      by the experiment's own tokenizer. Metrics of the set "code" are called eval_loss/code,
+      bits_per_byte/code, ...
     """
 
     every: int = 100
@@ -101,8 +102,8 @@ def set_violations(sets: Any) -> list[str]:
     """Returns a violation for each of `Evaluation.sets` that is no name with data, and for names
     that two have."""
     pairs = tuple(sets.items()) if isinstance(sets, Mapping) else sets
-    is_tuple = isinstance(pairs, tuple)
-    if not is_tuple or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    is_listed = isinstance(pairs, list | tuple)
+    if not is_listed or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         return [
             f"sets={sets!r} is no dict of names and data, nor pairs of them; use for example "
             'sets={"code": TextFiles("src/**/*.py")}'

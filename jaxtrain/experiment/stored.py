@@ -160,6 +160,8 @@ MOVED = {
     "jaxtrain.data.tokenizer:BpeTokenizer": "jaxtrain.tokenizers.bpe:BpeTokenizer",
     "jaxtrain.data.tokenizer:ByteTokenizer": "jaxtrain.tokenizers.byte_values:ByteTokenizer",
     "jaxtrain.data.tokenizer:TokenizerFile": "jaxtrain.tokenizers.file:TokenizerFile",
+    "jaxtrain.experiment.fields:Evaluation": "jaxtrain.experiment.evaluation:Evaluation",
+    "jaxtrain.experiment.fields:Sample": "jaxtrain.experiment.evaluation:Sample",
 } | {
     f"jaxtrain.models.block:{name}": f"jaxtrain.models.transformer.{file}:{name}"
     for file, names in {
@@ -268,7 +270,7 @@ def _classes_in(value: Any) -> set[type]:
     return {type(value), *(kind for item in field_values for kind in _classes_in(item))}
 
 
-def _present_name(stored: str) -> str:
+def present_name(stored: str) -> str:
     """Returns a stored name of a class or a function that has moved by its present name; any other
     text unchanged."""
     module, colon, name = MOVED.get(stored, stored).partition(":")
@@ -279,7 +281,7 @@ def _completed(stored: Any, classes: dict[str, type]) -> Any:
     if isinstance(stored, list):
         return [_completed(item, classes) for item in stored]
     if isinstance(stored, str):
-        return _present_name(stored)
+        return present_name(stored)
     if not isinstance(stored, dict):
         return stored
     updated = {name: _completed(item, classes) for name, item in stored.items()}

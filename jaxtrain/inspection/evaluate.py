@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from jaxtrain.inspection.given import data_for, warn_of_other_rows, warn_of_othe
 from jaxtrain.inspection.opened import directory_of, mesh_spec, stored_model
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.session.evaluate import Evaluator
-from jaxtrain.session.held_out_sets import for_each
+from jaxtrain.session.held_out_sets import for_each, own_data
 from jaxtrain.session.rows import open_split
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.violations import count, raise_violations
@@ -66,13 +68,29 @@ def evaluate(
         warn_of_other_rows(stored.manifest.metadata, dataset, rows.split)
     assembly, mesh_of_devices = stored.on(spec, dataset)
     evaluator = Evaluator(assembly, mesh_of_devices, cache_dir=cache)
-    evaluator.open()
+    with _without_sets(sets):
+        evaluator.open()
     warn_of_other_sets(stored.manifest.metadata, evaluator.digests)
     return evaluator(stored.state(AtRest(assembly, mesh_of_devices)), batches=batches)
 
 
 def _sets_of(run: Path, cache: Path, trust: Trust) -> dict[str, Any]:
-    """Returns the data of a run's named held-out sets, by its own tokenizer."""
-    evaluation = stored_field(run, "evaluation", trust=trust)
-    named: dict[str, Any] = {} if evaluation is None else evaluation.named_sets
-    return for_each(named, lambda data: data_for(run, data, None, cache, trust))
+    """Returns the data of a run's named held-out sets, as the run itself read them."""
+    with _without_sets({"": None}):
+        evaluation = stored_field(run, "evaluation", trust=trust)
+        named: dict[str, Any] = {} if evaluation is None else evaluation.named_sets
+        if not named:
+            return {}
+        own = own_data(stored_field(run, "data", trust=trust), cache, str(run))
+        return for_each(named, lambda other: own.split_of(other, None))
+
+
+@contextmanager
+def _without_sets(sets: Mapping[str, Any]) -> Iterator[None]:
+    """Adds to a refusal that the run's own rows can be evaluated without its named sets."""
+    try:
+        yield
+    except ValueError as error:
+        if not sets:
+            raise
+        raise ValueError(f'{error}; or evaluate without named sets: split="held_out"') from error

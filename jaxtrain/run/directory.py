@@ -175,16 +175,18 @@ def _inode(path: Path) -> int | None:
     return path.stat().st_ino if path.is_dir() else None
 
 
-def left_in(run: Path, *, fresh: bool = False) -> tuple[int | None, str]:
+def left_in(run: Path, *, anew: str = "") -> tuple[int | None, str]:
     """Returns the newest step saved in a run's directory (None for none), and a sentence with that
-    step and how to continue from it. fresh: the run was begun by --fresh."""
+    step and how to continue from it. anew: "fresh" or "numbered", by which the run began."""
     steps = committed_steps(run / CHECKPOINTS)
     if not steps:
         return None, f"nothing is saved in {run}"
     saved = f"step {steps[-1]} is saved in {run}"
     if not (run / NAME).is_file():
         return steps[-1], f"{saved}, which has lost its {NAME}: put it back to go on"
-    return steps[-1], f"{saved}; the same command{' without --fresh' * fresh} goes on"
+    if anew == "numbered":
+        return steps[-1], f"{saved}; --run-dir {run} in the place of --numbered goes on"
+    return steps[-1], f"{saved}; the same command{' without --fresh' * bool(anew)} goes on"
 
 
 def refuse_fewer_steps(run: Path, done: int | None, last: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.data import Dataset
 from jaxtrain.experiment import Experiment
+from jaxtrain.session.other_data import OneSplit
 from jaxtrain.session.rows import WEIGHTS, Ended, listed, open_split
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.batches import fields_of
@@ -18,16 +19,23 @@ AT_ONCE = 32
 """Rows read at once in search of a weight above 0: most often the first has one."""
 
 
-def open_held_out(experiment: Experiment, fields: Any, cache_dir: Path) -> Any:
+def open_held_out(
+    experiment: Experiment,
+    fields: Any,
+    cache_dir: Path,
+    *,
+    otherwise: str = "use evaluation=None",
+) -> Any:
     """Returns the held-out split of the experiment's data. Raises ValueError if it has no rows, or
-    not the `fields` of a training batch, in their shapes and dtypes."""
+    not the `fields` of a training batch, in their shapes and dtypes. otherwise: the last remedy."""
+    data = experiment.data
     held_out = open_split(experiment, "held_out", cache_dir)
+    data = data.data if isinstance(data, OneSplit) else data
     if len(held_out) == 0:
         raise ValueError(
-            "the held-out split has no rows; use a shorter seq, more held-out text, or "
-            "evaluation=None"
+            f"the held-out split has no rows; use a shorter seq, more held-out text, or {otherwise}"
         )
-    found = fields_of(held_out, experiment.data)
+    found = fields_of(held_out, data)
     problems = [
         f"{name}: {_field(found.get(name))} for the {_field(field)} of training rows"
         for name, field in fields.items()
@@ -35,9 +43,8 @@ def open_held_out(experiment: Experiment, fields: Any, cache_dir: Path) -> Any:
     ]
     if problems:
         raise ValueError(
-            f"the held-out rows of {type(experiment.data).__name__} are not what the model is "
-            f"trained on: {'; '.join(problems)}; give both splits the same fields, or use "
-            "evaluation=None"
+            f"the held-out rows of {type(data).__name__} are not what the model is trained on: "
+            f"{'; '.join(problems)}; give them the fields of training rows, or {otherwise}"
         )
     return held_out
 

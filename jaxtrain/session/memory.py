@@ -91,8 +91,12 @@ def _remedy(assembly: Assembly, room: float) -> str:
     unsplit = (now * now_bytes - total) / (now - 1) if now > 1 else 0.0
     if unsplit < room:
         devices = max(devices, math.ceil((total - unsplit) / (room - unsplit)))
+    doubled = now * 2 ** math.ceil(math.log2(devices / now))
+    if unsplit < room:
+        return f"use for example {doubled} devices, or a smaller model"
     return (
-        f"use {now * 2 ** math.ceil(math.log2(devices / now))} devices or more, or a smaller model"
+        f"{unsplit / 1e9:.1f} GB of it are whole on each device, however many there are: use "
+        f"sharding=fsdp() and for example fsdp={doubled} under [axes], or a smaller model"
     )
 
 

@@ -99,5 +99,6 @@ class OwnData:
                 f"the data of {self.owner} is a {type(own).__name__}, which is no text; give rows "
                 f"for it, a value with `open`, and not {type(source).__name__}"
             )
+        replace(own, source=source)  # refuses a source that its own tokenizer cannot encode
         more: Any = {name: getattr(own, name) for name in ("seq", "isolate_documents", "packing")}
         return TextData(source, self.tokenizer, **more)

@@ -73,7 +73,9 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
         cut = " x ".join(f"{axis}={sizes[axis]}" for axis in rows)
         violations.append(
             f"{prefix}, and {cut} gives each device a part of a row, of which it is not told where "
-            f"it begins; use {' and '.join(f'{axis}=1' for axis in rows)}, or {standard}"
+            f"it begins; use {' and '.join(f'{axis}=1' for axis in rows)}, for a kernel that does "
+            f"the same to every head execution.context=Ulysses(), which gives it whole rows, and "
+            f"{name}.heads_alike = True, or {standard}"
         )
     if experiment.sample is not None:
         violations.append(

@@ -31,6 +31,7 @@ from jaxtrain.experiment.reading import Reader
 from jaxtrain.experiment.stored import (
     RESUMABLE,
     ForeignField,
+    present_name,
     refuse_unreadable,
     stored_field,
     unreadable,
@@ -544,6 +545,15 @@ def test_no_class_that_an_experiment_may_hold_is_forgotten() -> None:
     known |= {"SelfAttention", "ExpertLayer", "Interleaved", "Numbered", "ScoreFunction"}
     known |= {"GivenTokenizer", "OneSplit", "GivenRows"}
     assert forgotten == known, "say in vocabulary.py who holds it"
+
+
+def test_every_name_that_was_ever_stored_is_read() -> None:
+    """Classes of this library by the names under which runs have them. A class that moves keeps its
+    old name here, and gets an entry in `MOVED`; a new one is added."""
+    names = (Path(__file__).parent / "stored_names.txt").read_text().split()
+    assert names == sorted(names)
+    assert [name for name in names if present_name(name) not in CLASSES] == []
+    assert sorted(CLASSES.keys() - {*names}) == [], "add them"
 
 
 def does(kind: type, protocol: Any) -> bool:

@@ -361,7 +361,7 @@ def test_what_is_wrong_with_kernel_data_sample_state_and_patterns_is_told_at_onc
         "data: no file matches 'none/*.tokens'",
         "data: there is no tokenizer no.json",
         "63.7 GB, 75% of the memory of a h100_sxm",
-        "; use 2 devices or more",
+        "; use for example 2 devices",
     ):
         assert part in message, part
     assert message.startswith(f"{message.count(chr(10) + '  - ')} things to mend")
@@ -427,8 +427,8 @@ def moved(axes: dict[str, int], usable: float, **changes: Any) -> tuple[Any, Any
     ("axes", "changes", "remedy"),
     [
         ({"data": 2}, {}, "fit 2 devices: split it over more of the 2"),
-        ({"fsdp": 2}, {"microbatches": 4}, "use 4 devices or more, or a smaller model"),
-        ({"fsdp": 2}, {"microbatches": 4, "precision": jaxtrain.bf16}, "use 4 devices or more"),
+        ({"fsdp": 2}, {"microbatches": 4}, "use for example 4 devices, or a smaller model"),
+        ({"fsdp": 2}, {"microbatches": 4, "precision": jaxtrain.bf16}, "use for example 4 devices"),
         ({"data": 2}, {"sharding": RULES["zero1"], "precision": BF16_WEIGHTS}, "fit 2 devices"),
     ],
 )
@@ -442,7 +442,7 @@ def test_the_least_a_step_holds_is_its_state_batch_and_gradients(
     jaxtrain.check(*moved(axes, least, **changes))
     with pytest.raises(ValueError, match=f"{remedy}"):
         jaxtrain.check(*moved(axes, least - 1, **changes))
-    if "use 4" in remedy:
+    if "example 4" in remedy:
         jaxtrain.check(*moved({"fsdp": 4}, least - 1, **changes))
     given, machine = moved(axes, 1.0, **changes)
     assert jaxtrain.check(given, machine.simulate()).bytes_per_device == report.bytes_per_device
@@ -458,12 +458,22 @@ def test_as_many_devices_as_are_asked_for_are_enough(rules: str, axis: str, shar
     report = jaxtrain.check(experiment(**changes), jaxtrain.mesh_from_axes(**{axis: 2}))
     parts = report.bytes_per_device
     room = share * (parts["total"] + parts["optimizer"] / 2)
-    with pytest.raises(ValueError, match=r"use \d+ devices or more") as caught:
+    with pytest.raises(ValueError, match=r"use for example \d+ devices") as caught:
         jaxtrain.check(*moved({axis: 2}, room, **changes))
-    devices = int(re.search("use ([0-9]+) devices or more", str(caught.value))[1])
+    devices = int(re.search("use for example ([0-9]+) devices", str(caught.value))[1])
     jaxtrain.check(*moved({axis: devices}, room, **changes))
     with pytest.raises(ValueError, match="before any activation"):
         jaxtrain.check(*moved({axis: devices // 2}, room, **changes))
+
+
+def test_what_a_sharding_leaves_whole_wants_another_sharding() -> None:
+    changes = dict(sharding=RULES["zero1"], batch=64)
+    report = jaxtrain.check(experiment(**changes), jaxtrain.mesh_from_axes(data=2))
+    room = 0.4 * report.bytes_per_device["total"]  # of which the parameters alone are more
+    with pytest.raises(ValueError, match=r"whole on each device.*use sharding=fsdp\(\)") as caught:
+        jaxtrain.check(*moved({"data": 2}, room, **changes))
+    devices = int(re.search("fsdp=([0-9]+) under", str(caught.value))[1])
+    jaxtrain.check(*moved({"fsdp": devices}, room, **changes | {"sharding": RULES["fsdp"]}))
 
 
 def test_routers_that_learn_nothing_are_noted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,13 @@ def test_held_out_loss_is_of_batches_of_the_experiment(
 
 
 def test_each_named_set_has_the_loss_of_its_own_rows(own: jaxtrain.Experiment, made: Any) -> None:
-    sets = {
-        "few": BigramChain(VOCAB, SEQ, successors=2),
-        "ragged": BigramChain(VOCAB, SEQ, isolate_documents=True),
-    }
-    evaluation = jaxtrain.Evaluation(sets=sets)
-    evaluator, state = made(replace(own, evaluation=evaluation), fsdp=2)
+    ragged = replace(own.data, isolate_documents=True)
+    chain = partial(BigramChain, VOCAB, SEQ, isolate_documents=True)
+    sets = {"three": chain(successors=3), "five": chain(successors=5)}
+    own = replace(own, data=ragged, evaluation=jaxtrain.Evaluation(sets=sets))
+    evaluator, state = made(own, fsdp=2)
     values = evaluator(state, batches=2)
-    assert evaluator.digests.keys() == {"", *sets} and len({*evaluator.digests.values()}) == 2
+    assert evaluator.digests.keys() == {"", *sets} and len({*evaluator.digests.values()}) == 3
     for name, data in [("", own.data), *sets.items()]:
         expected = by_hand(replace(own, data=data), state, 2 * own.batch)
         metric = f"eval_loss/{name}" if name else "eval_loss"

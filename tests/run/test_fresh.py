@@ -12,6 +12,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.cli.train import _outcome
 from jaxtrain.cluster.run_lock import sole_run
 from jaxtrain.run.directory import left_in, set_run_aside
 
@@ -78,7 +79,13 @@ def test_an_edited_experiment_begins_anew_and_the_old_run_goes_on(
     resumed = trained(edited, run, steps=6)
     assert resumed.session.start == 4
     assert left_in(run)[1].endswith("the same command goes on")
-    assert left_in(run, fresh=True)[1].endswith("the same command without --fresh goes on")
+    assert left_in(run, anew="fresh")[1].endswith("the same command without --fresh goes on")
+    says = f"--run-dir {run} in the place of --numbered goes on"
+    assert left_in(run, anew="numbered")[1].endswith(says)
+    stopped: Any = SimpleNamespace(stopped=True, saved=2)
+    # A scheduler would begin it again and again.
+    codes = [_outcome(stopped, run, anew=anew)[0] for anew in ("", "fresh", "numbered")]
+    assert codes == [75, 130, 130]
 
 
 def test_nothing_is_moved_for_what_is_refused(
@@ -215,6 +222,9 @@ def test_the_command_numbers_runs(
     }.items():
         assert cli.main([*command, *given.split()]) == cli.REFUSED
         assert says in capsys.readouterr().err
+    for nameless in (".", ".."):
+        assert cli.main([*command, "--run-dir", nameless]) == cli.REFUSED
+        assert "no name to number" in capsys.readouterr().err
     assert cli.main(["launch", "--processes", "1", "--", *command]) == cli.REFUSED
     assert "would take another directory each time" in capsys.readouterr().err
     assert {path.name for path in Path("runs").iterdir()} == {"small-1", "small-2", "fast-1"}

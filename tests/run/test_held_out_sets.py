@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ import pytest
 
 import jaxtrain
 from jaxtrain.checkpoint.policy import Best, Keep
-from jaxtrain.data import BigramChain, BpeTokenizer, JsonLines, TextFiles
+from jaxtrain.data import (
+    BigramChain,
+    BpeTokenizer,
+    ByteTokenizer,
+    Conversations,
+    JsonLines,
+    TextFiles,
+    TokenizerFile,
+)
+from tests.chats import write_folder
 
 TEXTS = [f"{n} words, of which {n % 7} are short and {n % 5} long." for n in range(60)]
 CODE = [f"def f{n}(x): return x + {n}" for n in range(40)]
@@ -116,7 +126,7 @@ def test_sets_that_cannot_be_read_are_refused_together_before_a_run_begins(
         jaxtrain.check(no_text, "cpu_1")
     other = BigramChain(decoder.data.vocab, decoder.data.seq + 1)
     longer = replace(decoder, evaluation=jaxtrain.Evaluation(sets={"longer": other}))
-    with pytest.raises(ValueError, match=r"sets\['longer'\]: its rows have seq=9 .* seq=8; "):
+    with pytest.raises(ValueError, match=r"sets\['longer'\]: it has seq=9, and the experi"):
         jaxtrain.check(longer, "cpu_1")
     best = jaxtrain.SavePolicy(every=1, keep=Keep(best=Best("eval_loss/text")))
     unnamed = of_sets(decoder, files, {"code": str(files / "code.txt")}, checkpoints=best)
@@ -140,3 +150,78 @@ def test_what_is_no_set_is_refused(sets: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jaxtrain.Evaluation(sets=sets)
     assert jaxtrain.Evaluation(sets={"a": ["x", "y"]}).sets == (("a", ("x", "y")),)
+    assert jaxtrain.Evaluation(sets=[("a", "x")]).sets == (("a", "x"),)
+
+
+def test_an_untouched_set_is_the_same_by_every_tokenizer(
+    decoder: jaxtrain.Experiment, files: Path
+) -> None:
+    """Those that a run keeps in another form have the ids, and the digest, that it trained with."""
+    chat = TokenizerFile(str(write_folder(files / "chat", "gemma")))
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    (files / "chats.jsonl").write_text(json.dumps({"messages": messages}))
+    for number, tokenizer in enumerate((ByteTokenizer(), chat)):
+        sets: dict[str, Any] = {
+            "files": files / "code.txt",
+            "lines": JsonLines(str(files / "code.jsonl")),
+        }
+        sets |= {"chats": Conversations(str(files / "chats.jsonl"))} if number else {}
+        experiment = of_sets(decoder, files, sets, model=replace(decoder.model, vocab=400))
+        experiment = replace(experiment, data=replace(experiment.data, tokenizer=tokenizer, seq=32))
+        result, _ = train(experiment, files / f"run{number}", steps=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            values = jaxtrain.evaluate(files / f"run{number}", cache_dir=files / "cache")
+        assert values.items() <= result.evaluation.items() and len(values) == 2 + 2 * len(sets)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Rows that are no text, or what `error` is."""
+
+    error: type[Exception] | None = None
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
+        if self.error is not None:
+            raise self.error(split)
+        return BigramChain(300, 8, isolate_documents=True).open(
+            split, seed=seed, cache_dir=cache_dir
+        )
+
+
+def test_data_of_one_s_own_has_sets_and_is_one(decoder: jaxtrain.Experiment, files: Path) -> None:
+    text = jaxtrain.TextData(source(files / "code.txt", held_out=0.5), ByteTokenizer(), seq=8)
+    own = of_sets(decoder, files, {"text": text, "lines": Lines()}, data=Lines())
+    result, _ = train(own, files / "run", steps=1)
+    values = jaxtrain.evaluate(files / "run", cache_dir=files / "cache", trust=__name__)
+    assert values.items() <= result.evaluation.items()
+    assert {*values} == {"eval_loss", "eval_loss/text", "bits_per_byte/text", "eval_loss/lines"}
+    broken = of_sets(decoder, files, {"lines": Lines(KeyError)})
+    with pytest.raises(KeyError) as caught:
+        train(broken, files / "broken")
+    assert caught.value.__notes__ == ["jaxtrain: this is of evaluation.sets['lines']"]
+
+
+def test_sets_of_another_form_are_told_with_what_to_do(
+    decoder: jaxtrain.Experiment, files: Path
+) -> None:
+    text = jaxtrain.TextData(
+        source(files / "code.txt", held_out=0.5), BpeTokenizer(300), seq=8, isolate_documents=False
+    )
+    sets = {
+        "text": text,
+        "gone": str(files / "gone.txt"),
+        "chats": Conversations(str(files / "chats.jsonl")),
+    }
+    said = r"(?s)'text'.*isolate_documents=False.*'gone'.*gone\.txt.*'chats'.*need a chat template"
+    with pytest.raises(ValueError, match=said):
+        jaxtrain.check(of_sets(decoder, files, sets), "cpu_1")
+    few = of_sets(decoder, files, {"code": str(files / "code.txt")})
+    result, _ = train(few, files / "run", steps=1)
+    (files / "code.txt").unlink()
+    with pytest.raises(
+        ValueError, match=r"sets\['code'\].*or evaluate without.*split=\"held_out\""
+    ):
+        jaxtrain.evaluate(files / "run", cache_dir=files / "cache")
+    own = jaxtrain.evaluate(files / "run", split="held_out", cache_dir=files / "cache")
+    assert own["eval_loss"] == result.evaluation["eval_loss"]
