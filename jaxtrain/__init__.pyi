@@ -7,6 +7,7 @@ from . import compression as compression
 from . import context as context
 from . import data as data
 from . import inspection as inspection
+from . import losses as losses
 from . import mesh as mesh
 from . import models as models
 from . import moe as moe

@@ -231,9 +231,7 @@ def certify(
         narrow=experiment.precision.products is not None,
     )
     reference_of = partial(Layout.reference, balanced=described.balances_microbatches)
-    if not hasattr(experiment.model, "varied"):
-        # A layout lists only options that its model can vary.
-        due = [layout._replace(dropout=0.0, activation="own", periods=None) for layout in due]
+    due = [layout._replace(**_unvaried(experiment)) for layout in due]
     # Programs compiled ahead are lost if a failure ends the certificate.
     ahead = 0 if stop_at_failure else os.cpu_count() or 1
     certificate, references = Certificate(closed_count), {}
@@ -252,6 +250,14 @@ def certify(
             if stop_at_failure and not difference.passed:
                 return
     assert len(certificate.differences) == closed_count, "a layout was skipped"
+
+
+def _unvaried(experiment: Experiment) -> dict[str, Any]:
+    """Returns the options of a layout that the experiment cannot vary, with their values."""
+    unvaried: dict[str, Any] = {}
+    if not hasattr(experiment.model, "varied"):
+        unvaried = {"dropout": 0.0, "activation": "own", "periods": None}
+    return unvaried if experiment.objective is None else unvaried | {"packing": True}
 
 
 def _programs(

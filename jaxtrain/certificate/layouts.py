@@ -348,7 +348,7 @@ def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
     """Returns the experiment as this layout runs it."""
     e, mode, model = experiment, MODES[layout.mode], experiment.model
     data = e.data
-    if hasattr(data, "isolate_documents"):
+    if hasattr(data, "isolate_documents") and e.objective is None:
         data = replace(data, isolate_documents=layout.packing)
     if hasattr(model, "varied"):
         kept_tokens, batch = None, batch_sizes(e.batch)[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from jaxtrain.certificate.pairs import MadePairs
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment, FineTuning, Logging
 from jaxtrain.transformer.small import seq_of
@@ -18,7 +19,8 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
     features stay.
 
     The model becomes its `shrunk(devices)`, if it has one, and a corpus becomes a bigram chain with
-    16 tokens a row, or as many more as divide over devices and experts' routing groups. A model
+    16 tokens a row, or as many more as divide over devices and experts' routing groups; for a loss
+    of pairs its documents are pairs. A model
     without it, and rows with other fields than a text's, stay as they are.
     """
     rate = getattr(experiment.optimizer, "learning_rate", None)
@@ -30,6 +32,7 @@ def shrink(experiment: Experiment, *, devices: int) -> Experiment:
             groups = [call.routing_group or 1 for call in described.expert_calls]
             seq = seq_of(devices, math.lcm(*groups))
             data = BigramChain(described.head.vocab, seq, isolate_documents=True)
+            data = data if experiment.objective is None else MadePairs(data)
     return replace(
         experiment,
         model=model,

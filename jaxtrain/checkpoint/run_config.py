@@ -17,6 +17,10 @@ from jaxtrain.files.regular import read_text
 
 NAME = "config.json"
 CHECKPOINTS = "checkpoints"
+REFERENCE = "reference"
+"""Folder of a run directory: losses in the model that the run began with."""
+REFERENCE_KIND = "reference losses"
+"""Kind of the array files in it."""
 ANEW = "begin anew by --fresh (fresh=True), which keeps this run beside it, or in another --run-dir"
 """The ways to begin another run."""
 

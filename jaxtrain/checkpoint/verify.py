@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, stored_experiment
+from jaxtrain.checkpoint.run_config import (
+    CHECKPOINTS,
+    NAME,
+    REFERENCE,
+    REFERENCE_KIND,
+    stored_experiment,
+)
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
@@ -13,6 +19,7 @@ from jaxtrain.checkpoint.storage import (
     steps_aside,
     whole_manifest,
 )
+from jaxtrain.files.array_file import DamagedFile, open_arrays
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.stores import local_path
 from jaxtrain.state_format.manifest import Foreign
@@ -56,6 +63,17 @@ def verify(run_dir: str | Path, foreign: Foreign = lambda metadata: []) -> list[
     verdicts = [_verdict(directory, step, foreign) for step in steps]
     # A run beside this may have removed a step while it was read.
     return [verdict for verdict in verdicts if (directory / str(verdict.step)).is_dir()]
+
+
+def damaged_reference(run_dir: str | Path) -> list[str]:
+    """Returns a line for each damaged file of losses in the model that a run began with."""
+    damages = []
+    for path in sorted((local_path("run_dir", run_dir) / REFERENCE).glob("[!.]*")):
+        try:
+            open_arrays(path, kind=REFERENCE_KIND, verify=True)
+        except DamagedFile as error:
+            damages.append(str(error).partition(";")[0])
+    return damages
 
 
 def require_experiment(run_dir: str | Path) -> Any:

@@ -16,7 +16,7 @@ def add_options(cache: argparse.ArgumentParser) -> None:
 
 
 def cache_command(options: argparse.Namespace) -> int:
-    from jaxtrain.data.cached import cache_contents
+    from jaxtrain.files.cache_entries import cache_contents
 
     contents = cache_contents(options.directory, trim_gb=options.trim)
     return answer(options, contents, str(contents))

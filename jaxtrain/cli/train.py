@@ -103,14 +103,11 @@ def train_command(options: argparse.Namespace) -> int:
 
 def _refuse_numbered(options: argparse.Namespace, processes: int) -> None:
     """Raises ValueError where several starts or processes would each take another directory."""
-    raise_violations(
-        [
-            *["--numbered begins in a new directory, and --fresh in one that is there; give one"]
-            * options.fresh,
-            *[f"--numbered would give each of {processes} processes another directory; use --name"]
-            * (processes > 1),
-        ]
-    )
+    refused = {
+        "begins in a new directory, and --fresh in one that is there; give one": options.fresh,
+        f"would give each of {processes} processes another directory; use --name": processes > 1,
+    }
+    raise_violations(f"--numbered {why}" for why, is_so in refused.items() if is_so)
 
 
 def _train(

@@ -20,7 +20,7 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 def verify_command(options: argparse.Namespace) -> int:
     from jaxtrain.checkpoint.run_config import CHECKPOINTS
     from jaxtrain.checkpoint.storage import steps_aside
-    from jaxtrain.checkpoint.verify import require_experiment, verify
+    from jaxtrain.checkpoint.verify import damaged_reference, require_experiment, verify
     from jaxtrain.experiment import of_another
 
     config, foreign = "", dict[str, Any]()
@@ -39,6 +39,9 @@ def verify_command(options: argparse.Namespace) -> int:
             print(f"  FOREIGN {line}", file=out)
     if config:
         print(f"DAMAGED {config}", file=out)
+    reference = damaged_reference(options.run_dir)
+    for line in reference:
+        print(f"DAMAGED {line}: the next start computes it again", file=out)
     if aside := steps_aside(Path(options.run_dir) / CHECKPOINTS):
         kept = ", ".join(aside)
         print(f"passed over by an earlier start, and kept, unread here: {kept}", file=out)
@@ -49,6 +52,6 @@ def verify_command(options: argparse.Namespace) -> int:
         print(f"a start of this run {then}, unless a local tier has a newer one", file=out)
     if options.json:
         steps = [verdict._asdict() for verdict in verdicts]
-        found = {"steps": steps, "damaged": damaged, "aside": aside, "config": config or None}
-        print(json.dumps(found))
-    return FAILED if config or len(usable) < len(verdicts) else 0
+        report = {"steps": steps, "damaged": damaged, "aside": aside, "config": config or None}
+        print(json.dumps(report | {"reference": reference}))
+    return FAILED if config or reference or len(usable) < len(verdicts) else 0

@@ -47,10 +47,11 @@ SUMS: dict[str, Callable[[jax.Array, MeshAxes], jax.Array]] = {
     "heads": _sum,
     "optimizer": _sum,
     "expert loads": _sum,
+    "documents": _sum,
 }
 """All-reduces: loss and token count; squared norms; exp-sums and target logits of the
 vocabulary; squares of a norm over all heads, and their gradients; sums that an optimizer makes of a
-leaf; choices of each expert."""
+leaf; choices of each expert; sums over a document's tokens, where rows are split."""
 
 GRADIENT_SUMS: dict[str, Callable[[jax.Array, MeshAxes, AllReduce], jax.Array]] = {
     "gradients": _all_reduce,

@@ -27,6 +27,7 @@ from jaxtrain.sources import (
     JsonLines,
     Parquet,
     Piece,
+    Preferences,
     StdlibSource,
     TextFiles,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "PackedDataset",
     "Parquet",
     "Piece",
+    "Preferences",
     "RowStream",
     "StdlibSource",
     "TextData",

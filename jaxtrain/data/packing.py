@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.cached import keep_within_limit
 from jaxtrain.data.dataset import Batch
 from jaxtrain.data.permutation import permutation, shuffle
 from jaxtrain.data.token_file import TokenStore
 from jaxtrain.data.token_rows import TokenRows
 from jaxtrain.files.array_file import DamagedFile, open_arrays, whole, write_arrays
 from jaxtrain.files.cache import mark_used
+from jaxtrain.files.cache_entries import keep_within_limit
 from jaxtrain.tokenizers import Vocabulary
 
 log = logging.getLogger(__name__)

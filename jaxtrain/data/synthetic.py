@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class BigramChain:
     seq: int
     successors: int = 4
     isolate_documents: bool = False
+    of_pairs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("vocab", "seq", "successors"):

@@ -10,18 +10,27 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.cached import keep_within_limit
 from jaxtrain.data.dataset import Dataset
 from jaxtrain.data.mixture import Mixture, MixtureDataset
 from jaxtrain.data.packing import PackedDataset
+from jaxtrain.data.pairs import PairDataset
 from jaxtrain.data.token_file import TokenFile, TokenFiles, TokenStore
 from jaxtrain.data.tokenization import ENCODING, chat_key, encode_conversation, tokenize
 from jaxtrain.data.whole import DocumentStream, WholeDataset, WholeDocuments
 from jaxtrain.files.array_file import DamagedFile
 from jaxtrain.files.cache import mark_used
+from jaxtrain.files.cache_entries import keep_within_limit
 from jaxtrain.files.stores import local_path
 from jaxtrain.notices import Share, notice, size
-from jaxtrain.sources import Conversations, Document, Source, StdlibSource, documents, fingerprint
+from jaxtrain.sources import (
+    Conversations,
+    Document,
+    Preferences,
+    Source,
+    StdlibSource,
+    documents,
+    fingerprint,
+)
 from jaxtrain.sources.document import check_split
 from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer, TokenizerFile, Vocabulary
 from jaxtrain.tokenizers.chat import ChatEncoder
@@ -70,7 +79,21 @@ class TextData:
                 "packing=WholeDocuments() keeps documents apart, and isolate_documents=False lets "
                 "them read each other: use one of the two"
             )
-        raise_violations(problems)
+        raise_violations(problems + self._pair_violations())
+
+    def _pair_violations(self) -> list[str]:
+        if not self.of_pairs:
+            mixed = any(isinstance(source, Preferences) for _, source in self._parts())
+            one = "Preferences have no mixture: name all files in one, Preferences((..., ...))"
+            return [one] * mixed
+        names = {"packing": self.packing, "isolate_documents": self.isolate_documents}
+        fits = {"packing": not isinstance(self.packing, DocumentStream)}
+        fits["isolate_documents"] = self.isolate_documents
+        return [
+            f"Preferences keep answers apart and whole, and {name}={value!r} does not; leave it out"
+            for name, value in names.items()
+            if not fits[name]
+        ]
 
     def open(self, split: str, *, seed: int, cache_dir: Path) -> Dataset:
         """The split's rows. Held-out rows do not depend on `seed`, so that runs compare.
@@ -92,10 +115,11 @@ class TextData:
         self, store: TokenStore, vocabulary: Vocabulary, seed: int, cache_dir: Path
     ) -> Dataset:
         whole = store.has_prompts and self.isolate_documents
-        packing = self.packing or (WholeDocuments() if whole else DocumentStream())
+        packing = self.packing or (WholeDocuments() if whole or self.of_pairs else DocumentStream())
         common: dict[str, Any] = {"seq": self.seq, "seed": seed, "cache_dir": cache_dir}
         if isinstance(packing, WholeDocuments):
-            return WholeDataset(store, vocabulary, packing=packing, **common)
+            make = PairDataset if self.of_pairs else WholeDataset
+            return make(store, vocabulary, packing=packing, **common)
         isolate = self.isolate_documents
         return PackedDataset(store, vocabulary, isolate_documents=isolate, **common)
 
@@ -131,32 +155,42 @@ class TextData:
         the tokenizer's file, a chat template that works. Of each part the first document is read.
         """
         missing = self.tokenizer.absent() if isinstance(self.tokenizer, TokenizerFile) else []
-        has_template = isinstance(self.tokenizer, TokenizerFile) and not missing
+        is_own = isinstance(self.tokenizer, TokenizerFile | ByteTokenizer | BpeTokenizer)
+        is_here = is_own and not missing
         for split, (_, source) in itertools.product(splits, self._parts()):
             try:
                 if isinstance(source, TokenFiles):
                     source.files(split)
                     continue
                 first = _first(source, split)
-                if isinstance(source, Conversations) and has_template:
+                has_messages = first is not None and first.conversation is not None
+                if is_here and (has_messages or isinstance(source, Conversations)):
                     self._encode(first)
             except (ValueError, OSError) as error:
                 missing.append(str(error))
         return list(dict.fromkeys(missing))
 
     def _encode(self, document: Document | None) -> None:
-        """Encodes a conversation, None for none. Raises ValueError where its template does not."""
-        assert isinstance(self.tokenizer, TokenizerFile)
-        vocabulary = self.tokenizer.build(lambda: iter(()), corpus="", cache_dir=Path())
+        """Encodes a document's conversations, None for none. Raises ValueError where its template
+        does not."""
+        vocabulary: Any = None  # of a tokenizer that is trained on its corpus: it has no template
+        if not isinstance(self.tokenizer, BpeTokenizer):
+            vocabulary = self.tokenizer.build(lambda: iter(()), corpus="", cache_dir=Path())
         with ChatEncoder(vocabulary) as chat:
-            if document is not None:
-                encode_conversation(chat, document)
+            for answer in () if document is None else document.answers:
+                encode_conversation(chat, answer)
 
     @property
     def has_text(self) -> bool:
         """True if `documents` returns every part's text as it is learnt: token files have none, and
         that of conversations is what a template makes of them."""
-        return not any(isinstance(s, TokenFiles | Conversations) for _, s in self._parts())
+        others = TokenFiles | Conversations | Preferences
+        return not any(isinstance(s, others) for _, s in self._parts())
+
+    @property
+    def of_pairs(self) -> bool:
+        """True if rows have pairs of answers, a chosen and a rejected one."""
+        return isinstance(self.source, Preferences)
 
     def _parts(self) -> tuple[tuple[float, Any], ...]:
         return self.source.parts if isinstance(self.source, Mixture) else ((1.0, self.source),)
@@ -181,7 +215,7 @@ def _cached_tokens(
     source: Source, split: str, vocabulary: Vocabulary, cache_dir: Path
 ) -> TokenFile:
     made_of: tuple[str, ...] = (fingerprint(source, split), vocabulary.key, ENCODING)
-    if isinstance(source, Conversations):
+    if isinstance(source, Conversations | Preferences):
         made_of += (chat_key(vocabulary),)
     path = cache_dir / f"{sha256(repr(made_of).encode()).hexdigest()[:24]}.tokens"
     if is_new := not path.exists():

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.data.cached import DAY_S
 from jaxtrain.data.dataset import Batch
 from jaxtrain.data.token_file import TokenStore
 from jaxtrain.files.cache import mark_used
+from jaxtrain.files.cache_entries import DAY_S
 from jaxtrain.tokenizers import Vocabulary
 
 

@@ -27,7 +27,15 @@ from jaxtrain.data.token_file import (
 )
 from jaxtrain.files.array_file import DamagedFile, UnwritableFile
 from jaxtrain.files.stores import local_path
-from jaxtrain.sources import Conversations, Document, Piece, Source, documents, fingerprint
+from jaxtrain.sources import (
+    Conversations,
+    Document,
+    Piece,
+    Preferences,
+    Source,
+    documents,
+    fingerprint,
+)
 from jaxtrain.tokenizers import Vocabulary
 from jaxtrain.tokenizers.chat import ChatEncoder
 from jaxtrain.tokenizers.spelled import pattern_of
@@ -104,7 +112,7 @@ def chat_key(vocabulary: Vocabulary) -> str:
 
 def _conversations_key(source: Source, vocabulary: Vocabulary) -> str:
     """Names how a source's conversations are encoded, "" for one that has none."""
-    is_one = isinstance(source, Conversations)
+    is_one = isinstance(source, Conversations | Preferences)
     return f"{chat_key(vocabulary)} {source.learn}" if is_one else ""
 
 
@@ -222,7 +230,7 @@ def _encode(shard: _Shard, spelled: list[str]) -> Iterator[TokenDocument]:
         groups = (groupby(batch, lambda d: d.conversation is None) for batch in _batches(shard))
         for are_texts, group in chain.from_iterable(groups):
             if are_texts:
-                batch = list(group)
+                batch = [answer for document in group for answer in document.answers]
                 texts = (text for document in batch for text in document[:2])
                 matches = filter(None, map(special.search, texts if not spelled else ()))
                 spelled += (match[0] for match in islice(matches, 1))
@@ -230,8 +238,8 @@ def _encode(shard: _Shard, spelled: list[str]) -> Iterator[TokenDocument]:
                 continue
             chat = chat or stack.enter_context(ChatEncoder(shard.vocabulary))
             for document in group:
-                try:
-                    yield encode_conversation(chat, document)
+                try:  # both answers of a pair, or none
+                    yield from [encode_conversation(chat, answer) for answer in document.answers]
                 except ValueError as error:
                     # Of a template that is ended every later conversation would be refused.
                     if getattr(shard.source, "on_bad", "refuse") != "skip" or not chat.is_open:

@@ -60,6 +60,16 @@ class RowPlan(NamedTuple):
     rows: int
 
 
+class RowPlaces(NamedTuple):
+    """Of rows, [rows, seq]. number: of the document in the plan. offset: of the token in it.
+    address: of the token in the store. inside: False for padding."""
+
+    number: np.ndarray
+    offset: np.ndarray
+    address: np.ndarray
+    inside: np.ndarray
+
+
 def plan_rows(places: np.ndarray, *, seq: int) -> RowPlan:
     """Returns rows of `seq` places for documents that take `places`, from 1 to seq; 0 leaves a
     document out. Best fit: each goes, the longest first, into the fullest row that has the room."""
@@ -114,6 +124,11 @@ class WholeDataset(TokenRows):
             cache_dir=cache_dir,
             packing=f"whole documents, {packing.too_long}",
         )
+        self.plan = self._plan(packing)
+
+    def _plan(self, packing: WholeDocuments) -> RowPlan:
+        """Returns which documents share a row. Raises ValueError if none has a token to learn."""
+        store, seq = self.store, self.seq
         places = _places(store, seq, packing.too_long)
         if not places.any():
             raise ValueError(
@@ -121,23 +136,26 @@ class WholeDataset(TokenRows):
                 f"larger seq (the first such token is at {int(store.prompts.min()):,}, and the "
                 f"longest document has {int(store.lengths.max()):,})"
             )
-        self.plan = plan_rows(places, seq=seq)
+        return plan_rows(places, seq=seq)
 
     def __len__(self) -> int:
         return self.plan.rows
 
-    def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
-        plan = self.plan
-        row = shuffle(rows, len(self), "rows", self.seed, epoch)
-        place = row[:, None] * self.seq + np.arange(self.seq)
+    def _places(self, row: np.ndarray) -> RowPlaces:
+        """Returns what is at each place of these rows of the plan."""
+        plan, place = self.plan, row[:, None] * self.seq + np.arange(self.seq)
         number = np.searchsorted(plan.begins, place, side="right") - 1
         offset = place - plan.begins[number]
         inside = offset < plan.lengths[number]
         # Padding repeats the last tokens of the document before it, and has segment 0.
         offset = np.minimum(offset, plan.lengths[number] - 1)
-        document = plan.documents[number]
-        address = self.store.starts[document] + offset
-        learnt = inside & self.store.learnt(document, offset + 1)
+        address = self.store.starts[plan.documents[number]] + offset
+        return RowPlaces(number, offset, address, inside)
+
+    def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
+        row = shuffle(rows, len(self), "rows", self.seed, epoch)
+        number, offset, address, inside = self._places(row)
+        learnt = inside & self.store.learnt(self.plan.documents[number], offset + 1)
         segments = number - number[:, :1] + 1
         return {
             "tokens": self._tokens(address),

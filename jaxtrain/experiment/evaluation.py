@@ -98,6 +98,11 @@ class Evaluation:
         return dict(self.sets)
 
 
+GIVE_DATA = (
+    "give files by name or pattern, a source such as TextFiles(...), or data such as TextData(...)"
+)
+
+
 def set_violations(sets: Any) -> list[str]:
     """Returns a violation for each of `Evaluation.sets` that is no name with data, and for names
     that two have."""
@@ -120,10 +125,7 @@ def set_violations(sets: Any) -> list[str]:
         else:
             names.add(name)
         if not readable(data):
-            violations.append(
-                f"sets[{name!r}]={data!r} cannot be read; use files by name or pattern, a source "
-                "such as TextFiles(...), or data such as TextData(...)"
-            )
+            violations.append(f"sets[{name!r}]={data!r} cannot be read; {GIVE_DATA}")
     return violations
 
 

@@ -17,6 +17,7 @@ from jaxtrain.data import BatchRamp
 from jaxtrain.experiment.evaluation import Evaluation, Sample
 from jaxtrain.experiment.fine_tuning import FineTuning
 from jaxtrain.experiment.kinds import callback_violations, kind_violations, makes_value
+from jaxtrain.losses.preferences import DPO
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.plain import Optax
@@ -310,6 +311,11 @@ class Experiment:
         if isinstance(self.seed, int):
             violations += seed_violations(self.seed)
         raise_violations(violations)
+
+    @property
+    def objective(self) -> DPO | None:
+        """The loss of pairs that is trained; None: each token's."""
+        return None if self.fine_tuning is None else self.fine_tuning.preferences
 
     @property
     def sample(self) -> Sample | None:

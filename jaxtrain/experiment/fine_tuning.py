@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.files.stores import store_violations
+from jaxtrain.losses.preferences import DPO
 from jaxtrain.violations import count, positive, raise_violations
 
 Patterns = tuple[str, ...]
@@ -91,11 +92,14 @@ class FineTuning:
     trainable: patterns of the parameters that are trained. All others are frozen: they have no
       optimizer state, no gradient and no average. None: all, or with `lora` its adapters alone.
     lora: adapters, trained in addition to what `trainable` names.
+    preferences: the loss of pairs of answers (`Preferences`), in place of each token's; the model
+      that they are compared in is the one that the run begins with. None: each token's loss.
     """
 
     start: FromHuggingFace | FromRun | None = None
     trainable: Patterns | None = None
     lora: LoRA | None = None
+    preferences: DPO | None = None
 
     def __post_init__(self) -> None:
         raise_violations(kind_violations(self) or pattern_violations("trainable", self.trainable))

@@ -47,6 +47,7 @@ from jaxtrain.data import (
     JsonLines,
     Mixture,
     Parquet,
+    Preferences,
     RowStream,
     StdlibSource,
     TextData,
@@ -112,7 +113,7 @@ PROTOCOLS: dict[Any, tuple[type, ...]] = {
     ScoreFunction: (Alibi, RelativeBias),
     Router: (SoftmaxRouter, SigmoidRouter),
     RateSchedule: (Constant, WarmupCosine, WarmupLinear, WarmupStableDecay, InverseSqrt),
-    Source: (StdlibSource, TextFiles, JsonLines, Csv, Parquet, Conversations),
+    Source: (StdlibSource, TextFiles, JsonLines, Csv, Parquet, Conversations, Preferences),
     Tokenizer: (ByteTokenizer, BpeTokenizer, TokenizerFile),
 }
 

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 CACHE = "JAXTRAIN_CACHE"
 """Environment variable that names the directory."""
 LIMIT = "JAXTRAIN_CACHE_GB"
-"""Environment variable: GB that it may take (see jaxtrain/data/cached.py)."""
+"""Environment variable: GB that it may take (see jaxtrain/files/cache_entries.py)."""
 DEFAULT_LIMIT_GB = 100.0
 ABOUT = ".about"
 """Suffix of a text that says what an entry was made of."""

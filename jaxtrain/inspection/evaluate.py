@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxtrain.files.cache import cache_directory
 from jaxtrain.inspection.given import data_for, warn_of_other_rows, warn_of_other_sets
 from jaxtrain.inspection.opened import directory_of, mesh_spec, stored_model
 from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.scoring.reference import read_references
 from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.session.held_out_sets import for_each, own_data
 from jaxtrain.session.rows import open_split
@@ -62,21 +63,23 @@ def evaluate(
     more: Any = dict(averaged=averaged, microbatches=microbatches, trust=trust)
     if sets:
         more["evaluation"] = Evaluation(batches=batches, final_batches=batches, sets=sets)
-    stored = stored_model(run, rows, **more)
+    stored = stored_model(run, rows, of_pairs=getattr(rows, "of_pairs", False), **more)
     dataset = open_split(stored.experiment, rows.split, cache)
     if data is None:
         warn_of_other_rows(stored.manifest.metadata, dataset, rows.split)
     assembly, mesh_of_devices = stored.on(spec, dataset)
     evaluator = Evaluator(assembly, mesh_of_devices, cache_dir=cache)
-    with _without_sets(sets):
+    with _or_without_sets() if sets else nullcontext():
         evaluator.open()
+    if stored.experiment.objective is not None:
+        read_references(path, evaluator.splits)
     warn_of_other_sets(stored.manifest.metadata, evaluator.digests)
     return evaluator(stored.state(AtRest(assembly, mesh_of_devices)), batches=batches)
 
 
 def _sets_of(run: Path, cache: Path, trust: Trust) -> dict[str, Any]:
     """Returns the data of a run's named held-out sets, as the run itself read them."""
-    with _without_sets({"": None}):
+    with _or_without_sets():
         evaluation = stored_field(run, "evaluation", trust=trust)
         named: dict[str, Any] = {} if evaluation is None else evaluation.named_sets
         if not named:
@@ -86,11 +89,9 @@ def _sets_of(run: Path, cache: Path, trust: Trust) -> dict[str, Any]:
 
 
 @contextmanager
-def _without_sets(sets: Mapping[str, Any]) -> Iterator[None]:
+def _or_without_sets() -> Iterator[None]:
     """Adds to a refusal that the run's own rows can be evaluated without its named sets."""
     try:
         yield
     except ValueError as error:
-        if not sets:
-            raise
         raise ValueError(f'{error}; or evaluate without named sets: split="held_out"') from error

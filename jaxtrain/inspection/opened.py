@@ -64,19 +64,23 @@ def stored_model(
     averaged: bool | None = None,
     microbatches: int | None = None,
     evaluation: Evaluation | None = None,
+    of_pairs: bool = False,
     trust: Trust = (),
 ) -> StoredModel:
     """Returns a step of a run with this data; its weights are read later.
 
     run: RUN or RUN@STEP, its newest step if none is given. averaged: its averaged weights; None
-    where it keeps any. microbatches, evaluation: in place of the run's. trust: modules of the
-    caller's own that the run may name. Raises ValueError where there is no such step or average, or
+    where it keeps any. microbatches, evaluation: in place of the run's. of_pairs: with the run's
+    loss of pairs, if it has one, and not each token's. trust: modules of the caller's own that the
+    run may name. Raises ValueError where there is no such step or average, or
     the run names what is not trusted.
     """
     path, number = directory_of(run)
     step, manifest = manifest_of(path, number)
     averaged = uses_averages(path, step, manifest, averaged)
     tuning = stored_field(path, "fine_tuning", trust=trust)
+    if tuning is not None:
+        tuning = replace(tuning, start=None, preferences=tuning.preferences if of_pairs else None)
     fields = {name: stored_field(path, name, trust=trust) for name in KEPT}
     fields["execution"] = replace(fields["execution"], reducer=Lax())  # of gradients
     fields["microbatches"] = microbatches or fields["microbatches"]
@@ -88,7 +92,7 @@ def stored_model(
         ema_decay=0.5 if averaged else None,
         evaluation=evaluation,
         checkpoints=None,
-        fine_tuning=None if tuning is None else replace(tuning, start=None),
+        fine_tuning=tuning,
     )
     return StoredModel(path, step, manifest, experiment)
 

@@ -13,10 +13,11 @@ from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.inspection.given import GivenRows
 from jaxtrain.inspection.opened import directory_of, kept_vocabulary, mesh_spec, stored_model
-from jaxtrain.inspection.score_step import make_score_step
 from jaxtrain.mesh.mesh import MeshSpec
+from jaxtrain.scoring.ended import WEIGHTS, Ended
+from jaxtrain.scoring.score_step import make_score_step
 from jaxtrain.session.evaluate import Evaluator
-from jaxtrain.session.rows import WEIGHTS, Ended, open_split
+from jaxtrain.session.rows import open_split
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.train_step import make_evaluation_step

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.attention.kernels import AttentionKernel
+from jaxtrain.losses.preferences import DPO
 from jaxtrain.models.adapters import Adapters, add_adapters
 from jaxtrain.models.layered import ModelConfig
 from jaxtrain.models.routers import add_tallies
@@ -23,10 +24,12 @@ def build_model(
     adapters: Adapters | None = None,
     scales: bool = False,
     tallies: bool = False,
+    objective: DPO | None = None,
 ) -> nnx.Module:
     """Returns the module with its initial parameters, a function of `key`. kernel: of attention.
-    adapters, scales: added to its matrices. tallies: added to its routers. All need a model with a
-    description. A user's own model is a config with `build(rngs)`, or a function of `nnx.Rngs`."""
+    adapters, scales: added to its matrices. tallies: added to its routers. objective: of pairs. All
+    need a model with a description. A user's own model is a config with `build(rngs)`, or a
+    function of `nnx.Rngs`."""
     if not isinstance(model, ModelConfig):
         make = getattr(model, "build", model)
         return build(lambda key: make(nnx.Rngs(key)), key)
@@ -39,6 +42,8 @@ def build_model(
             add_scales(module, model.describe())
         if tallies:
             add_tallies(module, model.describe())
+        if objective is not None:
+            module.objective = objective
         return module
 
     return build(make_described, key)
@@ -51,12 +56,13 @@ def abstract_model(
     kernel: AttentionKernel | None = None,
     scales: bool = False,
     tallies: bool = False,
+    objective: DPO | None = None,
 ) -> ModuleSplit:
     """Returns `take_apart` of the module that `build_model` makes with these options, with shapes
     instead of arrays. Raises ValueError for logical axes that do not match a leaf's dims."""
 
     def make() -> nnx.Module:
-        options: Any = dict(kernel=kernel, adapters=adapters, scales=scales, tallies=tallies)
-        return build_model(model, jax.random.key(0), **options)
+        added: Any = dict(adapters=adapters, scales=scales, tallies=tallies)
+        return build_model(model, jax.random.key(0), kernel=kernel, objective=objective, **added)
 
     return take_apart(nnx.eval_shape(make))

@@ -24,7 +24,11 @@ ADAPTER_A, ADAPTER_B = "_lora_a", "_lora_b"
 """Suffixes of the names of an adapter's matrices A and B, after their weight's name."""
 
 
-ABILITIES = frozenset({"explicit", "pipeline", "context", "adapters", "generation"})
+ABILITIES = frozenset({"explicit", "pipeline", "context", "adapters", "generation", "preferences"})
+PAIRS = {"segments": (None,), "reference": ("seq",)}
+"""Fields of a batch that a loss of pairs also reads, with the logical axes of a row."""
+OF_PAIRS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+"""Names of the sums beside a loss of pairs."""
 
 
 def named_by(leaf: str, names: Iterable[str]) -> bool:
@@ -55,7 +59,7 @@ class ModelDescription:
     can: of ABILITIES: run in explicit mode, on stages, with parts of a sequence, for which it asks
     `Communicator.positions` where tokens are and attends by a `SelfAttention` with the document
     starts of whole rows; with LoRA's adapters, and generate, for which it has `decode` and
-    `empty_cache`.
+    `empty_cache`; with preferences, for which its `leave` returns the sums of its `objective`.
     """
 
     embed: int
@@ -74,6 +78,11 @@ class ModelDescription:
     weights: str = "weights"
     sums: tuple[str, ...] = ()
     can: frozenset[str] = frozenset({"explicit", "pipeline", "adapters"})
+
+    def with_preferences(self) -> ModelDescription:
+        """Returns the description of this model with a loss of pairs (`losses.preferences`)."""
+        head, fields = replace(self.head, of_pairs=True), {**self.fields, **PAIRS}
+        return replace(self, head=head, fields=fields, sums=(*self.sums, *OF_PAIRS))
 
     @property
     def tokens(self) -> str:

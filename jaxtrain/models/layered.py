@@ -19,10 +19,11 @@ from jaxtyping import PyTree
 
 from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.collectives.vary import Index
+from jaxtrain.losses.cross_entropy import LossSums
+from jaxtrain.losses.preferences import DPO
 from jaxtrain.mesh.sharding import PaddedAxis
 from jaxtrain.models.description import STACK, ModelDescription
 from jaxtrain.nn.communicator import Communicator, Local
-from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import STACKED, put_together, take_apart
 from jaxtrain.nn.param import named_key, normal
 from jaxtrain.nn.remat import named_input, remat
@@ -94,9 +95,12 @@ class Model(Protocol):
         ...
 
 
-def description_of(model: object) -> ModelDescription | None:
-    """Returns the model's description; None for a model without one."""
-    return model.describe() if isinstance(model, ModelConfig) else None
+def description_of(model: object, objective: DPO | None = None) -> ModelDescription | None:
+    """Returns the model's description, as it is with an objective; None for a model without
+    one."""
+    if not isinstance(model, ModelConfig):
+        return None
+    return model.describe() if objective is None else model.describe().with_preferences()
 
 
 class LayeredModel(nnx.Module):
@@ -108,6 +112,8 @@ class LayeredModel(nnx.Module):
     """Layers before the stack."""
     lookup: str = "embedding"
     """Name of the table of the tokens' vectors."""
+    objective: DPO | None = None
+    """The loss of pairs that `leave` returns in place of its own, None for its own."""
     tokens: str = "tokens"
     """Field of a batch with their ids."""
     used_next: str | None = None

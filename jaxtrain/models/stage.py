@@ -17,12 +17,12 @@ from jax import lax
 from jaxtyping import PyTree
 
 from jaxtrain.collectives.vary import Index, vary
+from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.axes import STAGE
 from jaxtrain.models.description import STACK, ModelDescription
 from jaxtrain.models.layered import Model
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.explicit import Explicit, gather_tokens, scatter_tokens
-from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.split import SplitLayers
 from jaxtrain.nn.stack import Body, LayerLoop, Layers

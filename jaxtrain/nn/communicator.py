@@ -4,9 +4,8 @@ A layer never names a mesh axis. `Local` is the meaning on one device. `Gspmd` (
 where values live and lets XLA choose the collectives. `Explicit` (`explicit.py`) runs inside one
 shard_map in which every mesh axis is manual, and every collective is a line of ours.
 
-The residual stream is a matrix [tokens, embed], tokens = rows * seq in row-major order: XLA:CPU
-does not flatten a three-dimensional dot into one gemm (2.2x on a SwiGLU block), and a device's
-share under sequence parallelism (Korthikanti et al. 2022) is a contiguous slice of it.
+The residual stream is a matrix [rows * seq, embed]: XLA:CPU makes no gemm of a three-dimensional
+dot (2.2x on a SwiGLU block), and a device's share (Korthikanti et al. 2022) is a slice of it.
 """
 
 from __future__ import annotations
@@ -175,6 +174,8 @@ class Communicator(Protocol):
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array: ...
 
+    def sum_over_row(self, x: jax.Array) -> jax.Array: ...
+
     def max_over_vocab(self, x: jax.Array) -> jax.Array: ...
 
     def vocab_ways(self) -> int: ...
@@ -342,6 +343,9 @@ class Local:
         return squares
 
     def sum_over_vocab(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def sum_over_row(self, x: jax.Array) -> jax.Array:
         return x
 
     def max_over_vocab(self, x: jax.Array) -> jax.Array:

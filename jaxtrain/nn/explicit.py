@@ -283,6 +283,9 @@ class Explicit(Local):
     def sum_over_vocab(self, x: jax.Array) -> jax.Array:
         return vary(sum_over("vocabulary", x, self.roles.vocab), self.axes)
 
+    def sum_over_row(self, x: jax.Array) -> jax.Array:
+        return vary(sum_over("documents", x, self.roles.seq), self.axes)
+
     def max_over_vocab(self, x: jax.Array) -> jax.Array:
         return vary(lax.pmax(x, self.roles.vocab), self.axes) if self.roles.vocab else x
 

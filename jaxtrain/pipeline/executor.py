@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
-from jaxtrain.nn.loss import LossSums
+from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.pipeline.slots import SlotTables
 from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Trees, chunk_of
 

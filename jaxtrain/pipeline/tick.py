@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import Index, vary
-from jaxtrain.nn.loss import LossSums, refuse_other_sums
+from jaxtrain.losses.cross_entropy import LossSums, refuse_other_sums
 from jaxtrain.pipeline.slots import SlotTables, StageBuffers
 
 Arrays = dict[str, jax.Array]

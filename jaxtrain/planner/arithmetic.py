@@ -23,6 +23,7 @@ from jaxtrain.attention.triton import Triton
 from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.context.schemes import scheme
+from jaxtrain.losses.cross_entropy import chunk_count
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_count, block_rows
@@ -63,7 +64,8 @@ def asked_flops(assembly: Assembly) -> float | None:
     model, roles = assembly.described, assembly.roles
     vocab, tensor = (ways(axes, assembly.sizes) for axes in (roles.vocab, roles.stream))
     rows, seq = local_rows(assembly)
-    total = 3 * 2 * rows * seq * model.embed * model.head.padded / vocab
+    products = model.head.products(chunk_count(rows * seq, rows, assembly.chunk_tokens))
+    total = products * 2 * rows * seq * model.embed * model.head.padded / vocab
     for call in calls(assembly):
         operation_flops = _operation_flops(assembly, call)
         if operation_flops is None:

@@ -20,11 +20,11 @@ from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.compression.sums import Choice
 from jaxtrain.context.methods import GatheredKeys
+from jaxtrain.losses.cross_entropy import chunk_count
 from jaxtrain.mesh.axes import STACKING_AXES, STAGE
 from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.models.description import STACK
-from jaxtrain.nn.loss import chunk_count
 from jaxtrain.optim.adafactor import factored
 from jaxtrain.optim.leaves import hidden_matrices, leaf_dims
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED, Adafactor, Lamb, Lars, Muon

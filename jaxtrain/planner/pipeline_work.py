@@ -71,8 +71,8 @@ def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Pipe
     busy = run(works, works, works if p.weight else 0)
     ticks = run(p.forward, p.backward, p.weight)
     outside, again, remat = _outside(facts, flops)
-    size = 2 * facts.model.embed * facts.model.head.padded
-    head = 3 * facts.microbatches * flops.rows * flops.seq * size
+    size = 2 * facts.model.embed * facts.model.head.padded * facts.model.head.products(facts.chunks)
+    head = facts.microbatches * flops.rows * flops.seq * size
     return PipelineWork(
         flops.needed,
         busy[0] + outside + head - flops.needed,

@@ -70,8 +70,7 @@ def embedding_lookup(facts: StepFacts, roles: Roles, why: str = "embedding") -> 
 
 
 def embedding_lookup_backward(facts: StepFacts, roles: Roles) -> Iterator[Sent]:
-    """Yields the gather for the gradients of those tables that are trained. The look-ups are
-    summed, so their gradient is one."""
+    """Yields the gather for the trained tables' gradients: one, as the look-ups are summed."""
     if facts.trains(*facts.model.lookups):
         yield from token_collectives(
             facts, "embedding, backward", roles, [Gather(facts.model.embed)]
@@ -138,15 +137,16 @@ def _by_kind(collectives: Iterable[Communication]) -> tuple[list[Gather], list[S
 
 
 def head(facts: StepFacts, roles: Roles) -> Iterator[Sent]:
-    """Yields the collectives of the vocabulary-parallel head and loss. Every slice of the
-    vocabulary sees all tokens."""
+    """Yields the collectives of head and loss. Every slice of the vocabulary sees all tokens."""
     yield from token_collectives(facts, "head", roles, [Gather(facts.model.embed)])
     alone = () if facts.model.tied else (facts.model.head.leaf,)
-    below = any(leaf.trained for name, leaf in facts.leaves.items() if name not in alone)
-    if below:
-        gradients = [Scatter(facts.model.embed)]
-        yield from token_collectives(facts, "head gradients", roles, gradients)
+    if any(leaf.trained for name, leaf in facts.leaves.items() if name not in alone):
+        yield from token_collectives(facts, "head gradients", roles, [Scatter(facts.model.embed)])
     chunk = facts.tokens // facts.chunks
     for why, elements in (("greatest logit", chunk), ("sums over the vocabulary", 2 * chunk)):
         sums = collective_traffic(facts, why, "all_reduce", "lax", roles.vocab, "float32", elements)
-        yield from times(sums, facts.chunks)
+        yield from times(sums, facts.chunks * facts.model.head.passes(facts.chunks))
+    if facts.model.head.of_pairs and (cut := facts.sequence):
+        row = cut.local * ways(facts, cut.axes)
+        size, why = 2 * (row + row % 2) * facts.tokens // cut.local, "sums over documents"
+        yield from collective_traffic(facts, why, "all_reduce", "lax", cut.axes, "float32", size)

@@ -26,6 +26,11 @@ from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.state import TrainState
 from jaxtrain.weights.start import PARAMS, manifest_of, model_differences
 
+OF_PLATFORM = {
+    "execution.attention": "PlatformKernel",
+    "execution.grouped_matmul": "PlatformGroupedMatmul",
+}
+"""Fields in which None stands for the platform's own: what a save has of them then."""
 SHOWN = 3
 """Leaves of the optimizer that a refusal names."""
 
@@ -48,7 +53,7 @@ class Branch:
         `manifest`."""
         if self.recorded is not None:
             return self.recorded
-        differs = saved_differences(self.manifest.metadata, experiment)
+        differs = self.differences(experiment)
         shown = {d.path: [v.value if v is ABSENT else v for v in d[1:]] for d in differs}
         began = {"run": str(self.run), "step": self.step, "digest": self.digest}
         return {**began, "differs": shown}
@@ -69,9 +74,14 @@ class Branch:
         chunks = sorted(repr((c.leaf, c.box, c.digest)) for c in _chunks(self.manifest))
         return sha256("".join(chunks).encode()).hexdigest()
 
+    def differences(self, experiment: Experiment) -> list[FieldDifference]:
+        """Returns the fields whose values are not those of the other run."""
+        every = saved_differences(self.manifest.metadata, experiment)
+        return [d for d in every if d.now is not None or d.stored != OF_PLATFORM.get(d.path)]
+
     def comparison(self, experiment: Experiment) -> str:
         """Returns one line: what is kept of the other run, and the fields that differ."""
-        differs = "; ".join(map(str, saved_differences(self.manifest.metadata, experiment)))
+        differs = "; ".join(map(str, self.differences(experiment)))
         return f"branch of {self}: its whole state is kept; what differs: {differs or 'no field'}"
 
     def refuse_unfit(self, assembly: Assembly) -> None:
@@ -83,7 +93,7 @@ class Branch:
                 f"{self} is another state than the one that this run began with, which it has not "
                 f"saved yet; bring that back, or {ANEW}"
             )
-        differences = saved_differences(self.manifest.metadata, assembly.experiment)
+        differences = self.differences(assembly.experiment)
         leaves = state_mismatches(assembly, self.manifest)
         model = model_differences(FromRun(self.run, self.step), assembly)
         model += [leaf for leaf in leaves if leaf.startswith(PARAMS)]
@@ -118,7 +128,7 @@ class Branch:
     def has_data(self, experiment: Experiment, dataset: Any) -> bool:
         """True if a dataset has the rows of the step's, by its digest and their length."""
         metadata = self.manifest.metadata
-        changed = {difference.path for difference in saved_differences(metadata, experiment)}
+        changed = {difference.path for difference in self.differences(experiment)}
         same = metadata.get("data") == getattr(dataset, "digest", None)
         return same and "data.seq" not in changed
 

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtrain.models.scales import scales_of_weights
 from jaxtrain.notices import notice
 from jaxtrain.quantization.delayed import SCALES
+from jaxtrain.scoring.ended import WEIGHTS
 from jaxtrain.session.held_out import HeldOutRows
 from jaxtrain.session.held_out_sets import OWN, for_each, open_all
-from jaxtrain.session.rows import WEIGHTS
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import placed
 from jaxtrain.step.state import TrainState, averaged_params
@@ -118,6 +118,11 @@ class Evaluator:
         return self._sets
 
     @property
+    def splits(self) -> dict[str, Any]:
+        """The held-out rows of each set; {} if they are not open."""
+        return {name: rows.split for name, rows in self._sets.items()}
+
+    @property
     def digests(self) -> dict[str, str | None]:
         """Names the rows of each set, None for those without a digest; {} if they are not open."""
         return {name: getattr(rows.split, "digest", None) for name, rows in self._sets.items()}
@@ -147,6 +152,8 @@ class Evaluator:
         """Bytes of text in the targets of a set's piece, weighted as their losses are."""
         held_out = self._sets[name]
         table = getattr(held_out.split, "token_bytes", None)
+        if self._assembly.experiment.objective is not None:
+            return 0.0  # a loss of pairs is none of text
         if table is None or not {"targets", WEIGHTS} <= self._assembly.fields.keys():
             return 0.0
         rows = held_out.padded.rows(held_out.numbers(piece))

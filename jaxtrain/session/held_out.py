@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxtrain.data import Dataset
 from jaxtrain.experiment import Experiment
+from jaxtrain.scoring.ended import WEIGHTS, Ended
 from jaxtrain.session.other_data import OneSplit
-from jaxtrain.session.rows import WEIGHTS, Ended, listed, open_split
+from jaxtrain.session.rows import listed, open_split
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.pipeline import evaluated_at_once

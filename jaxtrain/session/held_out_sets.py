@@ -83,7 +83,16 @@ def _sets(experiment: Experiment) -> dict[str, Any]:
 
 
 def _of_one_form(split: OneSplit, own: Any) -> OneSplit:
-    """Returns the split. Raises ValueError if a field that all sets share has another value."""
+    """Returns the split. Raises ValueError if a field that all sets share has another value, or if
+    pairs of answers are beside rows that are none."""
+    of_pairs = [getattr(data, "of_pairs", None) for data in (own, split.data)]
+    if of_pairs == [False, True]:
+        raise ValueError("it has pairs of answers, and the experiment has none; leave the set out")
+    if of_pairs == [True, False]:
+        raise ValueError(
+            "it has no pairs of answers, as the experiment has; use Preferences(...) or leave the "
+            "set out"
+        )
     fields = {name: getattr(own, name, None) for name in OF_ALL}
     others = {name: getattr(split.data, name, value) for name, value in fields.items()}
     raise_violations(

@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
+from jaxtrain.losses.cross_entropy import chunk_count
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.moe.grouped import takes_8_bits
-from jaxtrain.nn.loss import chunk_count
 from jaxtrain.operations.block import mixtures
 from jaxtrain.optim.leaves import leaf_dims
 from jaxtrain.optim.plain import Optax, mixing
@@ -33,7 +33,7 @@ INT8_ON_GPUS = (
 
 def notes(assembly: Assembly) -> list[str]:
     """One sentence each, with what to change."""
-    lines = [*_plain_optax(assembly), *_packages(assembly), *positions(assembly.experiment)]
+    lines = [*_plain_optax(assembly), *_packages(assembly), *starting(assembly.experiment)]
     if assembly.description is None:
         return lines
     tables = [] if assembly.pipeline is None else warnings(assembly.pipeline.schedule)
@@ -42,8 +42,19 @@ def notes(assembly: Assembly) -> list[str]:
     return [*lines, *_routers(assembly), *products, *_chunks(assembly), *pipeline]
 
 
-def positions(experiment: Experiment) -> list[str]:
-    """Notes rows that are longer than those that the starting weights were trained on."""
+def starting(experiment: Experiment) -> list[str]:
+    """Notes starting weights that do not suit the data: none, for a loss of pairs; and rows that
+    are longer than those that the weights were trained on."""
+    start = getattr(experiment.fine_tuning, "start", None)
+    from_random = [
+        "fine_tuning.preferences compares with the model that the run begins with, and this one "
+        "begins with random weights; use start=FromHuggingFace(...) or FromRun(...)"
+    ]
+    is_random = experiment.objective is not None and start is None
+    return from_random * is_random + _positions(experiment)
+
+
+def _positions(experiment: Experiment) -> list[str]:
     start = getattr(experiment.fine_tuning, "start", None)
     seq = getattr(experiment.data, "seq", None)
     if not isinstance(start, FromHuggingFace | FromRun) or seq is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data import Csv, JsonLines, Parquet, TextData, TextFiles
-from jaxtrain.experiment.evaluation import is_source, readable
+from jaxtrain.experiment.evaluation import GIVE_DATA, is_source, readable
 from jaxtrain.sources.files import FileSource, kind
 from jaxtrain.tokenizers import Vocabulary
 from jaxtrain.tokenizers.same import same_ids
@@ -53,14 +53,11 @@ class OwnData:
     def split_of(self, other: Any, split: str | None) -> OneSplit:
         """Returns a split of other data. Of files that nobody has split, None takes all. Raises
         ValueError for what is no data, and for texts where the own data is none."""
-        patterns = (other,) if isinstance(other, str | Path) else other
-        if isinstance(patterns, list | tuple) and all(isinstance(p, str | Path) for p in patterns):
-            other = self._files(tuple(map(str, patterns)))
         if not readable(other):
-            raise ValueError(
-                f"data={other!r} cannot be read; give files by name or pattern, a source such as "
-                "TextFiles(...), or data such as TextData(...)"
-            )
+            raise ValueError(f"data={other!r} cannot be read; {GIVE_DATA}")
+        if isinstance(other, str | Path | list | tuple):
+            patterns = (other,) if isinstance(other, str | Path) else other
+            other = self._files(tuple(map(str, patterns)))
         if is_source(other):
             if split is None and isinstance(other, FileSource):
                 other, split = replace(other, held_out=0.0, held_out_patterns=()), "train"
@@ -99,6 +96,5 @@ class OwnData:
                 f"the data of {self.owner} is a {type(own).__name__}, which is no text; give rows "
                 f"for it, a value with `open`, and not {type(source).__name__}"
             )
-        replace(own, source=source)  # refuses a source that its own tokenizer cannot encode
-        more: Any = {name: getattr(own, name) for name in ("seq", "isolate_documents", "packing")}
-        return TextData(source, self.tokenizer, **more)
+        with_own = replace(own, source=source)  # refuses one that its own tokenizer cannot encode
+        return replace(with_own, tokenizer=self.tokenizer)

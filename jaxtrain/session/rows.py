@@ -10,13 +10,21 @@ import numpy as np
 from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
-from jaxtrain.step.batches import DOCUMENTS, Batch
-from jaxtrain.validation.own_data import TARGETS, WithinVocabulary, Wrapped, dataset_violations
+from jaxtrain.scoring.ended import WEIGHTS
+from jaxtrain.step.batches import Batch
+from jaxtrain.validation.model import vocab_of
+from jaxtrain.validation.own_data import (
+    TARGETS,
+    TRIED,
+    WithinVocabulary,
+    Wrapped,
+    dataset_violations,
+)
+from jaxtrain.validation.preferences import pair_rows_violations
 from jaxtrain.violations import raise_violations
 
 AHEAD = 64
 """Batches whose document counts are kept: more than any loader prefetches."""
-WEIGHTS = "weights"
 
 
 def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bool = False) -> Any:
@@ -31,7 +39,7 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
     sampled = split == "train" and experiment.sample is not None
     violations = dataset_violations(dataset, saved=saved, sampled=sampled)
     raise_violations(violations, f"{type(data).__name__}.open({split!r}): {type(dataset).__name__}")
-    described = description_of(experiment.model)
+    described = description_of(experiment.model, experiment.objective)
     if described is None or len(dataset) == 0:
         return dataset
     row, reads = dataset.rows(np.arange(1)), [k for k in described.fields if k != WEIGHTS]
@@ -42,12 +50,26 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
             f"{listed(lacking)}; a {type(experiment.model).__name__} reads {listed(reads)}, "
             f"[rows, ..], and where they are there weights, segments and positions"
         )
+    if experiment.objective is not None and not hasattr(dataset, "set_reference"):
+        own = dataset.rows(np.arange(min(TRIED, len(dataset))))
+        raise_violations(pair_rows_violations(own), f"the {split} rows of {type(data).__name__}")
     if getattr(experiment.model, "vocab", None) == described.head.vocab:  # one table of ids
         names = {*reads[:1], TARGETS} & row.keys()  # the first has an element for each token
         ids = tuple(sorted(name for name in names if np.issubdtype(row[name].dtype, np.integer)))
         dataset = WithinVocabulary(dataset, ids, described.head.vocab, described.weights)
     unweighted = WEIGHTS in described.fields and WEIGHTS not in row
     return Weighted(dataset, described.tokens) if unweighted else dataset
+
+
+def check_vocabulary(experiment: Experiment, dataset: Any) -> None:
+    """Raises ValueError if the data has token ids that the model has no row for."""
+    vocab = vocab_of(experiment)
+    ids = getattr(dataset, "vocab", None)
+    if vocab is not None and ids is not None and ids > vocab:
+        raise ValueError(
+            f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
+            "another tokenizer"
+        )
 
 
 class Weighted(Wrapped):
@@ -60,27 +82,6 @@ class Weighted(Wrapped):
     def rows(self, indices: np.ndarray) -> Batch:
         rows = self._dataset.rows(indices)
         return {**rows, WEIGHTS: np.ones(rows[self._tokens].shape, np.float32)}
-
-
-class Ended:
-    """A dataset padded after its last row with copies of the first one, of weight 0 and, where rows
-    have documents, of none."""
-
-    def __init__(self, dataset: Any, weights: str = WEIGHTS) -> None:
-        self.dataset, self._weights = dataset, weights
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def rows(self, indices: np.ndarray) -> Batch:
-        within = indices < len(self)
-        rows = self.dataset.rows(np.where(within, indices, 0))
-        if within.all():
-            return rows
-        for name in (self._weights, *({DOCUMENTS} & rows.keys())):
-            real = within.reshape(-1, *[1] * (rows[name].ndim - 1))
-            rows = {**rows, name: (rows[name] * real).astype(rows[name].dtype)}
-        return rows
 
 
 class CountedDocuments:

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
+from jaxtrain.checkpoint.run_config import REFERENCE
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.cluster.agreement import share_failure
+from jaxtrain.cluster.agreement import from_first, share_failure
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
@@ -23,13 +24,14 @@ from jaxtrain.mesh.compiler_options import SAME_BITS, option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.mesh.spare_memory import spare_bytes
 from jaxtrain.notices import notice
+from jaxtrain.scoring.reference import FIRST_ROW, ReferenceSource, set_references
 from jaxtrain.session.batches import Batches
 from jaxtrain.session.branch import Branch
 from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.session.held_out_sets import OWN
-from jaxtrain.session.notes import positions
+from jaxtrain.session.notes import starting
 from jaxtrain.session.restore import restore_state
-from jaxtrain.session.rows import open_split
+from jaxtrain.session.rows import check_vocabulary, open_split
 from jaxtrain.session.skips import Skips, skips_from
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of
@@ -38,7 +40,6 @@ from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import compile_step
-from jaxtrain.validation.model import vocab_of
 from jaxtrain.violations import raise_violations
 from jaxtrain.weights.start import Start, settled_start, starting_params
 
@@ -196,9 +197,8 @@ def open_session(
     if assembly.description is None:
         trace_loss(assembly)
     at_rest, evaluate = AtRest(assembly, mesh), Evaluator(assembly, mesh, cache_dir=cache_dir)
-    if held_out and experiment.evaluation is not None:
-        evaluate.open()
-        _tell_other_held_out(_metadata(checkpoints, start, begins), evaluate)
+    if experiment.evaluation is not None and (held_out or experiment.objective is not None):
+        _open_held_out(evaluate, _metadata(checkpoints, start, begins))
     if checkpoints is not None:
         shapes = natural_shapes(assembly)
         share_failure(lambda: checkpoints.check_space(shapes))  # last: it makes the directory
@@ -214,6 +214,7 @@ def open_session(
         program = compiling.result()
     compile_s = time.perf_counter() - began
     with phases.within("open"):
+        _set_references(at_rest, dataset, evaluate, checkpoints, begins, state=state, start=start)
         skips = _skips(experiment, checkpoints, start, begins, dataset)
         loader = Batches(assembly, mesh, dataset, start, skips)
     fields = (dataset, state, start, loader, evaluate, at_rest, compile_s)
@@ -234,8 +235,8 @@ def _open_data(
     """Returns the rows to train on. Raises ValueError where they are not those of the save that the
     run goes on from."""
     dataset = open_split(experiment, "train", cache_dir, saved=checkpoints is not None)
-    _check_vocabulary(experiment, dataset)
-    for text in positions(experiment):
+    check_vocabulary(experiment, dataset)
+    for text in starting(experiment):
         notice(f"NOTE {text}")
     if isinstance(begins, Branch):
         notice(begins.next_rows(experiment, dataset))
@@ -270,8 +271,9 @@ def _metadata(
     return checkpoints.manifest(start).metadata if checkpoints and start else {}
 
 
-def _tell_other_held_out(metadata: dict[str, Any], evaluate: Evaluator) -> None:
-    """Says so if the held-out rows are not those of the save."""
+def _open_held_out(evaluate: Evaluator, metadata: dict[str, Any]) -> None:
+    """Opens the held-out data, and says so if its rows are not those of the save."""
+    evaluate.open()
     saved = {OWN: metadata.get("held_out")} | metadata.get("held_out_sets", {})
     for name, digest in evaluate.digests.items():
         if saved.get(name) not in (None, digest):
@@ -338,6 +340,43 @@ def _first_state(
     return initialise(at_rest.assembly, at_rest.shardings, loaded), 0
 
 
+def _set_references(
+    at_rest: AtRest,
+    dataset: Any,
+    evaluate: Evaluator,
+    checkpoints: Checkpoints | None,
+    begins: Start | Branch | None,
+    *,
+    state: TrainState,
+    start: int,
+) -> None:
+    """Gives training and held-out rows the losses in the first model, for a loss of pairs. That of
+    a branch is that of the run that it is of, if it has one, else what the branch begins with. A
+    run that has taken no step computes them: what it keeps may be of other weights."""
+    if at_rest.assembly.experiment.objective is None:
+        return
+    own = None if checkpoints is None else checkpoints.directory.parent / REFERENCE
+    read, is_first = own if start else None, start == 0
+    if isinstance(begins, Branch):
+        parents = begins.run / REFERENCE
+        is_first = not from_first(lambda: (parents / FIRST_ROW).exists())
+        read = None if is_first else parents
+    first = partial(_first_model, at_rest, state if is_first else None)
+    held_out = {f"held-out {name}".rstrip(): rows for name, rows in evaluate.splits.items()}
+    step = begins.step if isinstance(begins, FromRun) else None
+    source = ReferenceSource(read, own, first, step)
+    set_references(at_rest.assembly, at_rest.mesh, {"training": dataset, **held_out}, source)
+
+
+def _first_model(at_rest: AtRest, state: TrainState | None, step: int | None) -> TrainState:
+    """Returns the state that a run began with: `state`, or where that is None one made anew. step:
+    of the run that its start names, None for the one that it names."""
+    if state is not None:
+        return state
+    loaded = starting_params(at_rest, settled_start(at_rest.assembly, step))
+    return initialise(at_rest.assembly, at_rest.shardings, loaded)
+
+
 def initialise(
     assembly: Assembly, shardings: TrainState, loaded: dict[str, jax.Array] | None = None
 ) -> TrainState:
@@ -359,13 +398,3 @@ def initial_program(assembly: Assembly, shardings: TrainState) -> Any:
     on_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
     options = SAME_BITS if on_cpu else {}
     return jax.jit(make, out_shardings=shardings, donate_argnums=0, compiler_options=options)
-
-
-def _check_vocabulary(experiment: Experiment, dataset: Any) -> None:
-    vocab = vocab_of(experiment)
-    ids = getattr(dataset, "vocab", None)
-    if vocab is not None and ids is not None and ids > vocab:
-        raise ValueError(
-            f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
-            "another tokenizer"
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,33 @@ PARQUET = ".parquet"
 
 
 @dataclass(frozen=True)
-class Conversations(RecordFiles):
+class MessageFiles(RecordFiles, ABC):
+    """Records that have messages: one JSON object a line, or one row of a file whose name ends in
+    .parquet."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".ndjson", PARQUET)
+
+    @property
+    @abstractmethod
+    def columns(self) -> list[str]:
+        """Columns of Parquet that are read."""
+
+    @abstractmethod
+    def unsuitable(self, name: str, kind: pyarrow.DataType) -> str | None:
+        """Returns what is wrong with a column of a type, None for nothing."""
+
+    def split_file(self, piece: Piece) -> Iterator[Piece]:
+        return iter((piece,)) if _is_parquet(piece) else line_ranges(piece)
+
+    def records(self, piece: Piece) -> Iterator[tuple[Place, Any]]:
+        if not _is_parquet(piece):
+            return lines_of(piece)
+        rows = parquet_records(piece, self.columns, self.unsuitable)
+        return ((place, _without_nulls(row)) for place, row in rows)
+
+
+@dataclass(frozen=True)
+class Conversations(MessageFiles):
     """Conversations: one JSON object a line, or one row of a file whose name ends in .parquet. The
     tokenizer's chat template makes them text; only what the assistant writes is learnt.
 
@@ -43,7 +70,6 @@ class Conversations(RecordFiles):
     turns that are learnt, `all` or the `last`.
     """
 
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".ndjson", PARQUET)
     messages_field: str = field(default="messages", kw_only=True)
     tools_field: str | None = field(default=None, kw_only=True)
     learn: str = field(default="all", kw_only=True)
@@ -53,15 +79,12 @@ class Conversations(RecordFiles):
         if self.learn not in LEARN:
             raise ValueError(f"Conversations: learn={self.learn!r}; use {' or '.join(LEARN)}")
 
-    def split_file(self, piece: Piece) -> Iterator[Piece]:
-        return iter((piece,)) if _is_parquet(piece) else line_ranges(piece)
+    @property
+    def columns(self) -> list[str]:
+        return [name for name in (self.messages_field, self.tools_field) if name]
 
-    def records(self, piece: Piece) -> Iterator[tuple[Place, Any]]:
-        columns = [name for name in (self.messages_field, self.tools_field) if name]
-        if _is_parquet(piece):
-            rows = parquet_records(piece, columns, _no_lists)
-            return ((place, _without_nulls(row)) for place, row in rows)
-        return lines_of(piece)
+    def unsuitable(self, name: str, kind: pyarrow.DataType) -> str | None:
+        return _no_lists(name, kind)
 
     def read(self, piece: Piece, split: str) -> Iterator[Document]:
         with_tools, count = False, 0
@@ -81,15 +104,23 @@ class Conversations(RecordFiles):
             )
         messages = checked_messages(_parsed(record[self.messages_field]))
         tools = _tools(record.get(self.tools_field)) if self.tools_field else None
-        written = [m for m in messages if m["role"] == "assistant"]
-        if not written:
-            roles = ", ".join(repr(role) for role in dict.fromkeys(m["role"] for m in messages))
-            raise ValueError(
-                f"no message of the assistant, so nothing in it would be learnt; roles are {roles}"
-            )
-        rest = [m for m in messages if m["role"] != "assistant"]
-        texts = (json.dumps(part, ensure_ascii=False) for part in (written, [tools, *rest]))
-        return Document(*texts, conversation=Conversation(messages, tools, self.learn))
+        return conversation(messages, tools, self.learn)
+
+
+def conversation(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, learn: str
+) -> Document:
+    """Returns the document of a conversation. Raises ValueError for one in which the assistant says
+    nothing."""
+    written = [m for m in messages if m["role"] == "assistant"]
+    if not written:
+        roles = ", ".join(repr(role) for role in dict.fromkeys(m["role"] for m in messages))
+        raise ValueError(
+            f"no message of the assistant, so nothing in it would be learnt; roles are {roles}"
+        )
+    read = [m for m in messages if m["role"] != "assistant"]
+    texts = (json.dumps(part, ensure_ascii=False) for part in (written, [tools, *read]))
+    return Document(*texts, conversation=Conversation(messages, tools, learn))
 
 
 def _is_parquet(piece: Piece) -> bool:

@@ -24,12 +24,21 @@ def check_split(split: str) -> None:
 class Document(NamedTuple):
     """text: what is learnt. prompt: comes before the text and is read, but not learnt: its tokens
     have loss weight 0. conversation: encoded in their stead, if there is one. place: says where the
-    document is, for messages."""
+    document is, for messages. rejected: of a pair, of which this is the chosen answer; it follows
+    this document wherever it goes."""
 
     text: str
     prompt: str = ""
     conversation: Conversation | None = None
     place: Callable[[], str] | None = None
+    rejected: Document | None = None
+
+    @property
+    def answers(self) -> list[Document]:
+        """The document, and the rejected one of a pair, which is in the same place."""
+        if self.rejected is None:
+            return [self]
+        return [self, self.rejected._replace(place=self.place)]
 
 
 class Piece(NamedTuple):

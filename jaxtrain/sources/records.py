@@ -140,16 +140,16 @@ def json_object(line: bytes) -> dict[str, Any]:
     return record
 
 
-def value_at(record: dict[str, Any], name: str) -> Any:
-    """Returns the value of a field, or at a path of fields. Raises ValueError where there is
-    none."""
+def value_at(record: dict[str, Any], name: str, named_by: str = "text_field") -> Any:
+    """Returns the value of a field, or at a path of fields. Raises ValueError where there is none.
+    named_by: what names the field, for the message."""
     if name in record:
         return record[name]
     value: Any = record
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
             have = ", ".join(map(repr, record)) or "none"
-            raise ValueError(f"no field {name!r}; there is {have}: name yours by text_field")
+            raise ValueError(f"no field {name!r}; there is {have}: name yours by {named_by}")
         value = value[part]
     return value
 

@@ -95,7 +95,7 @@ class Assembly:
     @cached_property
     def description(self) -> ModelDescription | None:
         """The model's description of itself; None for a user's own model without one."""
-        return description_of(self.experiment.model)
+        return description_of(self.experiment.model, self.experiment.objective)
 
     @property
     def chunk_tokens(self) -> int:
@@ -320,7 +320,8 @@ def try_assemble(
     adapters, kernel = None if untuned else adapters, experiment.execution.attention
     buffers = buffers_of_experiment(experiment)
     options: Any = dict(kernel=kernel, scales=bool(buffers.scales), tallies=True)
-    split = abstract_model(experiment.model, adapters=adapters, **options)
+    options |= dict(adapters=adapters, objective=experiment.objective)
+    split = abstract_model(experiment.model, **options)
     violations += untuned + untrue(experiment.model, split, buffers.names)
     pipeline, unpiped = on_stages(experiment, sizes)
     violations += unpiped
@@ -359,8 +360,7 @@ def _kernel_violations(assembly: Assembly) -> list[str]:
 def _build(fields: Any, **assembled: Any) -> Assembly:
     """Returns the assembly with these fields, computing the others."""
     e, places, parts = assembled["experiment"], assembled["places"], assembled["parts"]
-    axes = without_buffers(assembled["split"].axes, buffers_of_experiment(e))
-    axes = _trained_axes(axes, places)
+    axes = _trained_axes(without_buffers(assembled["split"].axes, buffers_of_experiment(e)), places)
     transform = e.optimizer.build(axes, steps=e.steps, batch=batch_sizes(e.batch)[-1])
     layout = None if assembled["pipeline"] is None else assembled["pipeline"].layout
     abstract = jax.eval_shape(

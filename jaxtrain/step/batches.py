@@ -30,10 +30,12 @@ def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], A
 
 
 def token_fields(data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """`fields_of` packed text, unopened; segments and positions if documents are isolated."""
-    names = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    """`fields_of` packed text, unopened."""
+    names: dict[str, Any] = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     if data.isolate_documents:
         names |= {"segments": np.int32, "positions": np.int32}
+    if getattr(data, "of_pairs", False):
+        names["reference"] = np.float32
     fields: dict[str, tuple[tuple[int, ...], Any]] = {
         name: ((data.seq,), dtype) for name, dtype in names.items()
     }

@@ -26,9 +26,9 @@ from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import same, vary
 from jaxtrain.compression.residuals import Residuals
 from jaxtrain.compression.sums import pay_back
+from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec, ways
 from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
-from jaxtrain.nn.loss import LossSums
 
 Arrays = dict[str, Any]
 

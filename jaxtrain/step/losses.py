@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxtrain.losses.cross_entropy import LossSums, refuse_other_sums
 from jaxtrain.nn.communicator import Communicator
-from jaxtrain.nn.loss import LossSums, refuse_other_sums
 from jaxtrain.nn.module import put_together
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import LossFunction

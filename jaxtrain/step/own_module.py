@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn.loss import LossSums
+from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.validation.model import taken_names
 from jaxtrain.violations import raise_violations

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.collectives.lax_form import Lax
+from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.axes import STAGE
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.models.description import STACK
 from jaxtrain.models.stage import ModelStage
 from jaxtrain.nn.explicit import Explicit
-from jaxtrain.nn.loss import LossSums
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.pipeline.slots import SlotTables, StageBuffers, forward_only, training

@@ -13,9 +13,9 @@ import optax
 from jaxtrain.collectives.vary import vary
 from jaxtrain.compression.residuals import codec_state
 from jaxtrain.compression.sums import Choice
+from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.sharding import named_sharding, partition_spec
 from jaxtrain.models.buffers import without_buffers
-from jaxtrain.nn.loss import LossSums
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.gradients import clip_by_global_norm
 from jaxtrain.optim.optimizer import ELEMENTWISE, SHARDED

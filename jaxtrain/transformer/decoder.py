@@ -21,6 +21,8 @@ from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.attention.rotary.rope import tables
 from jaxtrain.attention.rotary.scaling import Seq
 from jaxtrain.collectives.vary import Index
+from jaxtrain.losses.cross_entropy import HeadConfig, LossSums, cross_entropy, logits
+from jaxtrain.losses.preferences import local_segments, preference_sums
 from jaxtrain.models.description import ABILITIES, ModelDescription
 from jaxtrain.models.layered import (
     Batch,
@@ -33,7 +35,6 @@ from jaxtrain.models.layered import (
 from jaxtrain.moe.layer import TokenFacts
 from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.dropout import DropoutKeys, dropout
-from jaxtrain.nn.loss import HeadConfig, LossSums, cross_entropy, logits
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.nn.norm import Norm
 from jaxtrain.nn.param import normal
@@ -189,7 +190,8 @@ class Decoder(LayeredModel):
         comm: Communicator,
         loop: LayerLoop,
     ) -> LossSums:
-        """Sum of weighted negative log-likelihoods in nats, and of weights.
+        """Sum of weighted negative log-likelihoods in nats, and of weights; with an objective that
+        of pairs (`losses.preferences`), for which batch also has `reference`.
 
         batch: tokens, targets [rows, seq]; optional weights, positions, segments [rows, seq] and
         rows [rows], their global numbers. With recorded routing also places [rows, seq], the number
@@ -199,6 +201,8 @@ class Decoder(LayeredModel):
         head, x = self._head(tables, x, comm)
         name = "embedding" if self.config.tied else "head"
         config = replace(self.head_config, frozen=bool(comm.frozen_of({name: head}, "")))
+        if self.objective is not None:
+            return preference_sums(self.objective, comm, x, head, batch, config)
         targets, weights = batch["targets"].reshape(-1), _token_weights(batch)
         rows = len(batch["tokens"])
         total = cross_entropy(comm, x, head, targets, weights, config, rows=rows)
@@ -371,14 +375,8 @@ def _token_weights(batch: Batch) -> jax.Array:
 
 
 def _real_tokens(batch: Batch, comm: Communicator) -> jax.Array | None:
-    """Returns [rows * seq], False for padding; None if rows do not say. Document numbers are those
-    of whole rows."""
-    segments, seq = batch.get("segments"), batch["tokens"].shape[1]
-    if segments is None:
-        return None
-    if segments.shape[1] != seq:
-        segments = segments[:, comm.positions(seq)]
-    return (segments > 0).reshape(-1)
+    """Returns [rows * seq], False for padding; None if rows do not say."""
+    return (local_segments(batch, comm) > 0).reshape(-1) if "segments" in batch else None
 
 
 def _block(config: BlockConfig, place: Place, key: jax.Array) -> Block:

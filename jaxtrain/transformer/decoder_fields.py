@@ -47,10 +47,14 @@ class DecoderFields:
         return (*self.prefix, *(self.period * self.periods), *self.suffix)
 
     @property
+    def mixtures(self) -> list[MoeConfig]:
+        """The mixtures of experts among the layers."""
+        return [block.mlp for block in self.blocks if isinstance(block.mlp, MoeConfig)]
+
+    @property
     def balanced(self) -> bool:
         """True if any layer has experts whose choices are counted."""
-        mixtures = (block.mlp for block in self.blocks)
-        return any(isinstance(m, MoeConfig) and m.balance is not None for m in mixtures)
+        return any(mixture.balance is not None for mixture in self.mixtures)
 
     @property
     def kinked(self) -> bool:
@@ -60,8 +64,7 @@ class DecoderFields:
     @property
     def limited(self) -> bool:
         """True if any layer has experts with a capacity."""
-        mixtures = (block.mlp for block in self.blocks)
-        return any(isinstance(m, MoeConfig) and m.capacity is not None for m in mixtures)
+        return any(mixture.capacity is not None for mixture in self.mixtures)
 
     @property
     def ropes(self) -> tuple[tuple[Rope, int], ...]:

@@ -30,6 +30,7 @@ from jaxtrain.validation.model import (
     vocab_of,
 )
 from jaxtrain.validation.own_attention import own_attention_violations
+from jaxtrain.validation.preferences import preference_violations
 from jaxtrain.validation.sequence import cut_violations, tokens_violations
 from jaxtrain.validation.split import unsplit
 
@@ -164,7 +165,7 @@ def field_violations(experiment: Experiment) -> list[str]:
             f"logging.profile={profile} begins after the last step, {e.steps - 1}; use "
             f"first={max(e.steps - 1, 0)} or less, or more steps"
         )
-    violations += _product_violations(e)
+    violations += _product_violations(e) + preference_violations(e, described_where_sound(e))
     violations += _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
     return violations + _best_violations(e)
 
@@ -221,12 +222,13 @@ def _best_violations(experiment: Experiment) -> list[str]:
     if best.metric not in values:
         metrics = " or ".join(values)
         return [f"checkpoints.keep.best.metric={best.metric!r}; an evaluation has {metrics}"]
-    if best.metric == "bits_per_byte" and isinstance(experiment.data, BigramChain):
-        return [
-            f"checkpoints.keep.best.metric={best.metric!r}: tokens of a BigramChain stand for no "
-            "bytes; use eval_loss"
-        ]
-    return []
+    without_bytes = {"tokens of a BigramChain stand": isinstance(experiment.data, BigramChain)}
+    without_bytes["pairs of answers stand"] = experiment.objective is not None
+    return [
+        f"checkpoints.keep.best.metric={best.metric!r}: {they_stand} for no bytes; use eval_loss"
+        for they_stand, is_so in without_bytes.items()
+        if is_so and best.metric.startswith("bits_per_byte")
+    ]
 
 
 def _vocabulary_violations(experiment: Experiment) -> list[str]:

@@ -57,9 +57,10 @@ class StoredStep(NamedTuple):
 Start = FromHuggingFace | FromRun
 
 
-def settled_start(assembly: Assembly) -> Start | None:
+def settled_start(assembly: Assembly, step: int | None = None) -> Start | None:
     """Returns the source of the initial parameters, with the newest step of a run by its number,
-    the same on every process; None for a run that initializes all of them. Reads no weight.
+    the same on every process; None for a run that initializes all of them. Reads no weight. step:
+    of a run, in place of the newest.
 
     Raises ValueError, on every process, where the source does not exist for one of them, or is not
     of this model: with every leaf that is missing, extra or of another shape.
@@ -69,7 +70,8 @@ def settled_start(assembly: Assembly) -> Start | None:
     if isinstance(start, FromHuggingFace):
         share_failure(partial(_refuse_unfit_folder, start, assembly))
     elif isinstance(start, FromRun):
-        step, _ = share_failure(partial(manifest_of, start.run_dir, start.step))
+        number = start.step if step is None else step
+        step, _ = share_failure(partial(manifest_of, start.run_dir, number))
         start = replace(start, step=int(all_gather_text(str(step))[0]))
         share_failure(partial(_refuse_unfit_run, start, assembly))
     return start

@@ -89,6 +89,7 @@ def ordered(name: str) -> tuple[list[Layout], int]:
         )
         for ends in ("pipeline output", "pipeline input gradients"):
             uses[ends] = layout.pipeline == "1F1B" and layout.precision == "fp32"
+        uses["documents"] = layout.context == "ring, zig-zag"
         uses["key gradients"] = layout.context == "ring, zig-zag"
         uses["gathered key gradients"] = layout.context == "gathered keys"
         uses["layer gradients"] = "layer by layer" in layout.mode
@@ -134,6 +135,9 @@ def test_the_certificate_sees_it(
     experiment = load_experiment(EXPERIMENT)
     if name == "optimizer":
         experiment = replace(experiment, optimizer=UNCLIPPED)
+    if name == "documents":
+        pairs = jaxtrain.FineTuning(preferences=jaxtrain.losses.DPO())
+        experiment = replace(experiment, fine_tuning=pairs)
     if name == "heads":
         (block,) = experiment.model.period
         normed = replace(block.attention, qk_norm=block.norm, qk_norm_across_heads=True)

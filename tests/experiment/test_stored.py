@@ -476,6 +476,7 @@ REQUIRED: dict[type, Callable[[], Any]] = {
     ),
     jaxtrain.data.Csv: lambda: jaxtrain.data.Csv("a"),
     jaxtrain.data.Conversations: lambda: jaxtrain.data.Conversations("a"),
+    jaxtrain.data.Preferences: lambda: jaxtrain.data.Preferences("a"),
     jaxtrain.data.JsonLines: lambda: jaxtrain.data.JsonLines("a"),
     jaxtrain.data.Mixture: lambda: jaxtrain.data.Mixture(((0.5, jaxtrain.data.StdlibSource()),)),
     jaxtrain.data.Parquet: lambda: jaxtrain.data.Parquet("a"),
@@ -543,7 +544,7 @@ def test_no_class_that_an_experiment_may_hold_is_forgotten() -> None:
     # a `SelfAttention`, no experiment; what is made to look at a saved run is stored nowhere.
     known = {"MeshSpec", "Layers", "Executor", "Optax", "SyntheticDocuments"}
     known |= {"SelfAttention", "ExpertLayer", "Interleaved", "Numbered", "ScoreFunction"}
-    known |= {"GivenTokenizer", "OneSplit", "GivenRows"}
+    known |= {"GivenTokenizer", "OneSplit", "GivenRows", "MadePairs"}
     assert forgotten == known, "say in vocabulary.py who holds it"
 
 

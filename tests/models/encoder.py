@@ -18,10 +18,10 @@ from flax import nnx
 
 from jaxtrain import operations as of
 from jaxtrain.attention.kernels import attention
+from jaxtrain.losses.cross_entropy import HeadConfig, LossSums, cross_entropy
 from jaxtrain.models.adapters import column, row
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import LayeredModel, stacked_blocks, vocabulary_table
-from jaxtrain.nn.loss import HeadConfig, LossSums, cross_entropy
 from jaxtrain.nn.norm import LayerNorm, Norm
 from jaxtrain.nn.param import normal
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.vary import vary
-from jaxtrain.nn.loss import LossSums
+from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.pipeline.executor import Executor, Sums
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule

@@ -18,9 +18,10 @@ from flax import nnx
 import jaxtrain
 from jaxtrain.data import BatchRamp, BigramChain
 from jaxtrain.mesh.mesh import make_mesh
+from jaxtrain.scoring.ended import Ended
 from jaxtrain.session import session
 from jaxtrain.session.evaluate import Evaluator
-from jaxtrain.session.rows import Ended, open_split
+from jaxtrain.session.rows import open_split
 from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import assemble
 from jaxtrain.step.batches import fields_of

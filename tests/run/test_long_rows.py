@@ -11,7 +11,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun
-from jaxtrain.session.notes import positions
+from jaxtrain.session.notes import starting
 from tests.tiny import SEQ
 
 
@@ -25,12 +25,12 @@ def test_a_note_where_rows_are_longer(own, tmp_path: Path, number: object) -> No
     declared(tmp_path / "folder" / "config.json", number)
     declared(tmp_path / "run" / "positions.json", number)
     for start in (FromHuggingFace(tmp_path / "folder"), FromRun(tmp_path / "run")):
-        notes = positions(replace(own, fine_tuning=FineTuning(start)))
+        notes = starting(replace(own, fine_tuning=FineTuning(start)))
         assert len(notes) == (number == SEQ - 1)
         for note in notes:
             assert f"data.seq={SEQ} is longer than the max_position_embeddings={SEQ - 1}" in note
             assert note.endswith(f"use seq={SEQ - 1} or less")
-    assert positions(own) == positions(replace(own, fine_tuning=FineTuning())) == []
+    assert starting(own) == starting(replace(own, fine_tuning=FineTuning())) == []
 
 
 def test_check_and_train_say_so(own, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from jaxtrain.compression.residuals import (
     residual_splits,
 )
 from jaxtrain.compression.sums import Choice, CompressedSums
+from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.sharding import Leaf, named_sharding, partition_spec
-from jaxtrain.nn.loss import LossSums
 from jaxtrain.step import gradients
 from jaxtrain.step.gradients import (
     Reduction,

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, PyTree
+from jaxtyping import Array, Bool, Float, Float32, Int, PyTree
 
 from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.communicator import Communicator
@@ -85,7 +85,9 @@ def refuse_other_sums(names: Collection[str], sums: LossSums) -> None:
         )
 
 
-class _LossSettings(NamedTuple):
+class LossSettings(NamedTuple):
+    """rows: of the batch, on this device. chunks: in which the loss takes their tokens."""
+
     comm: Communicator
     config: HeadConfig
     chunks: int
@@ -109,8 +111,15 @@ def cross_entropy(
     this device's slice of the vocabulary, in the compute dtype. rows: of the batch, in token order.
     Tokens are chunked within rows, so the chunk count divides tokens / rows.
     """
+    return _cross_entropy(settings(comm, config, targets, rows), x, head, targets, weights)
+
+
+def settings(
+    comm: Communicator, config: HeadConfig, targets: Int[Array, " all_tokens"], rows: int
+) -> LossSettings:
+    """Returns the settings for these targets, those of `rows` rows."""
     chunks = chunk_count(targets.shape[0], rows, config.chunk_tokens or comm.chunk_tokens)
-    return _cross_entropy(_LossSettings(comm, config, chunks, rows), x, head, targets, weights)
+    return LossSettings(comm, config, chunks, rows)
 
 
 def chunk_count(tokens: int, rows: int, chunk_tokens: int) -> int:
@@ -136,41 +145,61 @@ def logits(
     return jnp.where(ids < config.vocab, out, MASKED)
 
 
-def _chunk(
-    static: _LossSettings,
+class ChunkLogits(NamedTuple):
+    """Of a chunk of tokens. logits, exponentials: of this device's slice of the vocabulary, the
+    second divided by that of the greatest logit. is_target: where the target is. total: sum of the
+    exponentials. losses: of the tokens, unweighted. correct: True if the target has the greatest
+    logit."""
+
+    logits: Float32[Array, "tokens vocab"]
+    exponentials: Float32[Array, "tokens vocab"]
+    is_target: Bool[Array, "tokens vocab"]
+    total: Float32[Array, " tokens"]
+    losses: Float32[Array, " tokens"]
+    correct: Bool[Array, " tokens"]
+
+
+# With z_tv the logits and t' the target of token t, over the whole vocabulary:
+#   loss = sum_t w_t (log sum_v exp(z_tv) - z_tt'),  dz_tv = w_t (softmax(z_t)_v - [v = t']).
+# A device sees its slice of v: max, sum of exponentials and target's logit travel.
+
+
+def _logits_of(
+    static: LossSettings,
     x: Float[Array, "tokens embed"],
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " tokens"],
-    weights: Float[Array, " tokens"],
-) -> tuple[Float32[Array, ...], Float32[Array, "tokens vocab"], Float32[Array, " tokens"]]:
-    """Loss sum of a chunk, with `accuracy` also its correct weight; the gradient of its logits; the
-    loss of each token, unweighted."""
-    # With z_tv the logits and t' the target of token t, over the whole vocabulary:
-    #   loss = sum_t w_t (log sum_v exp(z_tv) - z_tt'),  dz_tv = w_t (softmax(z_t)_v - [v = t']).
-    # A device sees its slice of v: max, sum of exponentials and target's logit travel.
-    comm, config = static.comm, static.config
+) -> ChunkLogits:
+    comm = static.comm
     offset = comm.vocab_offset(head.shape[0])
-    z = logits(x, head, config, offset)
+    z = logits(x, head, static.config, offset)
     top = comm.max_over_vocab(z.max(-1))
     e = jnp.exp(z - top[:, None])
     is_target = offset + lax.broadcasted_iota(jnp.int32, z.shape, 1) == targets[:, None]
     chosen = jnp.sum(jnp.where(is_target, z, 0.0), -1)
     total, chosen = comm.sum_over_vocab(jnp.stack([e.sum(-1), chosen]))
-    losses = jnp.log(total) + top - chosen
+    return ChunkLogits(z, e, is_target, total, jnp.log(total) + top - chosen, chosen >= top)
+
+
+def _chunk(
+    static: LossSettings, of_chunk: ChunkLogits, weights: Float[Array, " tokens"]
+) -> tuple[Float32[Array, ...], Float32[Array, "tokens vocab"]]:
+    """Loss sum of a chunk, with `accuracy` also its correct weight; the gradient of its logits."""
+    config, (z, e, is_target, total, losses, correct) = static.config, of_chunk
     loss = jnp.sum(losses * weights)
     if config.accuracy:
-        loss = jnp.stack([loss, jnp.sum(jnp.where(chosen >= top, weights, 0.0))])
+        loss = jnp.stack([loss, jnp.sum(jnp.where(correct, weights, 0.0))])
     dz = (e * (weights / total)[:, None]) - jnp.where(is_target, weights[:, None], 0.0)
     if config.softcap is not None:
         dz = dz * (1 - (z / config.softcap) ** 2)
         # A padded id's logit is a constant, not the softcap of anything.
         dz = jnp.where(z > MASKED / 2, dz, 0.0)
-    return loss, dz if config.scale == 1.0 else dz * config.scale, losses
+    return loss, dz if config.scale == 1.0 else dz * config.scale
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(
-    static: _LossSettings,
+    static: LossSettings,
     x: Float[Array, "tokens embed"],
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " all_tokens"],
@@ -180,7 +209,8 @@ def _cross_entropy(
     x = comm.all_tokens(x)
 
     def step(total: jax.Array, chunk: Chunk) -> tuple[jax.Array, None]:
-        return total + _chunk(static, chunk[0], head, *chunk[1:])[0], None
+        x, targets, weights = chunk
+        return total + _chunk(static, _logits_of(static, x, head, targets), weights)[0], None
 
     parts = tuple(comm.chunks(a, n, rows=static.rows) for a in (x, targets, weights))
     zero = jnp.sum(weights[:1]) * 0.0
@@ -188,7 +218,27 @@ def _cross_entropy(
     return total / comm.vocab_ways()
 
 
-def _start(static: _LossSettings, zero: Float32[Array, ""]) -> Float32[Array, ...]:
+def token_losses(
+    static: LossSettings,
+    x: Float[Array, "all_tokens embed"],
+    head: Float[Array, "vocab embed"],
+    targets: Int[Array, " all_tokens"],
+) -> tuple[Float32[Array, " all_tokens"], ChunkLogits | None]:
+    """Returns each token's loss in nats, unweighted: the same on every slice of the vocabulary; and
+    the logits, if all tokens are one chunk."""
+    comm = static.comm
+    if static.chunks == 1:
+        of_chunk = _logits_of(static, x, head, targets)
+        return of_chunk.losses, of_chunk
+
+    def step(none: tuple[()], chunk: Chunk) -> tuple[tuple[()], jax.Array]:
+        return none, _logits_of(static, chunk[0], head, chunk[1]).losses
+
+    parts = tuple(comm.chunks(a, static.chunks, rows=static.rows) for a in (x, targets))
+    return comm.unchunk(_loop(step, (), parts)[1], rows=static.rows), None
+
+
+def _start(static: LossSettings, zero: Float32[Array, ""]) -> Float32[Array, ...]:
     return jnp.stack([zero, zero]) if static.config.accuracy else zero
 
 
@@ -203,29 +253,41 @@ def _loop(
 
 
 def _forward(
-    static: _LossSettings,
+    static: LossSettings,
     x: Float[Array, "tokens embed"],
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " all_tokens"],
     weights: Float[Array, " all_tokens"],
 ) -> tuple[Float32[Array, ...], Residuals]:
+    return loss_and_gradients(static, static.comm.all_tokens(x), head, targets, weights)
+
+
+def loss_and_gradients(
+    static: LossSettings,
+    x: Float[Array, "all_tokens embed"],
+    head: Float[Array, "vocab embed"],
+    targets: Int[Array, " all_tokens"],
+    weights: Float[Array, " all_tokens"],
+    of_chunk: ChunkLogits | None = None,
+) -> tuple[Float32[Array, ...], Residuals]:
     """Returns the loss, and its gradients with respect to x and head, `lift` times too large. One
-    loop over chunks computes all of them from each chunk's logits."""
+    loop over chunks computes all of them from each chunk's logits, those of a single chunk from
+    `of_chunk` if it is given."""
     comm, n, dtype = static.comm, static.chunks, head.dtype
     lift = _lift(dtype, weights, static.config)
-    x = comm.all_tokens(x)
 
     def step(carry: Sums, chunk: Chunk) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
         total, dhead = carry
         x, targets, weights = chunk
-        loss, dz, losses = _chunk(static, x, head, targets, weights)
+        of_this = of_chunk or _logits_of(static, x, head, targets)
+        loss, dz = _chunk(static, of_this, weights)
         dz = (dz * lift).astype(dtype)
         dx = lax.dot_general(dz, head, (((1,), (0,)), ((), ())))
         if dhead is not None:
             dhead = dhead + lax.dot_general(
                 dz, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
-        return (total + loss, dhead), (dx, losses)
+        return (total + loss, dhead), (dx, of_this.losses)
 
     parts = tuple(comm.chunks(a, n, rows=static.rows) for a in (x, targets, weights))
     zero = jnp.sum(weights[:1]) * 0.0
@@ -240,15 +302,21 @@ def _forward(
 
 
 def _backward(
-    static: _LossSettings, residuals: Residuals, g: Float32[Array, ...]
+    static: LossSettings, residuals: Residuals, g: Float32[Array, ...]
 ) -> tuple[jax.Array, jax.Array | None, None, jax.Array]:
-    """Multiplies the saved gradients by g / lift; g is the cotangent of the loss, a scalar."""
-    dx, dhead, like, losses, lift = residuals
     g = g[0] if static.config.accuracy else g
-    dweights, g = losses * g, g / lift
+    return *input_gradients(residuals, g), None, residuals.losses * g
+
+
+def input_gradients(
+    residuals: Residuals, g: Float32[Array, ""]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the saved gradients of x and head times g / lift; g: the cotangent of the loss."""
+    dx, dhead, like, _, lift = residuals
+    g = g / lift
     if dhead is not None:
         dhead = (dhead * g).astype(like.dtype)
-    return (dx * g).astype(dx.dtype), dhead, None, dweights
+    return (dx * g).astype(dx.dtype), dhead
 
 
 def _lift(

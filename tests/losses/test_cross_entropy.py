@@ -15,11 +15,11 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.vary import vary
+from jaxtrain.losses.cross_entropy import MASKED, HeadConfig, cross_entropy, logits
 from jaxtrain.mesh import sharding
 from jaxtrain.mesh.roles import roles_of
 from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
-from jaxtrain.nn.loss import MASKED, HeadConfig, cross_entropy, logits
 
 ROWS, SEQ, EMBED, PADDED = 4, 12, 6, 32
 

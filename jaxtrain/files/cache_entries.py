@@ -70,11 +70,11 @@ class CacheContents:
         if self.removed:
             freed = size(_taken(self.removed))
             lines.append(f"removed: {_count(self.removed)}, {freed}")
-        held = "no entry of jaxtrain"
+        summary = "no entry of jaxtrain"
         if self.entries:
-            held = f"{_count(self.entries)}, {size(self.bytes)}"
+            summary = f"{_count(self.entries)}, {size(self.bytes)}"
         return "\n".join(
-            [*lines, f"{self.directory}: {held}; limit {self.limit_gb:g} GB ({LIMIT})"]
+            [*lines, f"{self.directory}: {summary}; limit {self.limit_gb:g} GB ({LIMIT})"]
         )
 
     __repr__ = __str__
@@ -166,8 +166,8 @@ def _entry(path: Path, kind: str) -> CacheEntry:
     if mark.exists():
         statuses.append(mark.stat())
     about = note.read_text(encoding="utf-8", errors="replace") if note.exists() else ""
-    taken = sum(status.st_size for status in statuses if stat.S_ISREG(status.st_mode))
-    return CacheEntry(path, kind, taken, max(status.st_mtime for status in statuses), about)
+    nbytes = sum(status.st_size for status in statuses if stat.S_ISREG(status.st_mode))
+    return CacheEntry(path, kind, nbytes, max(status.st_mtime for status in statuses), about)
 
 
 def _trim(

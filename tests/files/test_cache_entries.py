@@ -15,8 +15,8 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.data import Dataset, TextData, token_rows
-from jaxtrain.data.cached import DAY_S, UNUSED_DAYS, cache_contents, keep_within_limit
 from jaxtrain.files.cache import mark_used
+from jaxtrain.files.cache_entries import DAY_S, UNUSED_DAYS, cache_contents, keep_within_limit
 from jaxtrain.sources import TextFiles
 from jaxtrain.tokenizers import BpeTokenizer
 
