@@ -27,8 +27,10 @@ from jaxtrain.cluster.run_lock import NAME as LOCK
 from jaxtrain.cluster.run_lock import refuse_held, sole_run
 from jaxtrain.experiment import Experiment, FromRun, completed, config_of, resumable
 from jaxtrain.experiment.stored import refuse_unreadable
+from jaxtrain.scoring.reference import keep_references
 from jaxtrain.session.branch import Branch
 from jaxtrain.session.lineage import NAME as BRANCH
+from jaxtrain.session.session import Session
 from jaxtrain.telemetry.events import refuse_without_tensorboard
 from jaxtrain.telemetry.metrics import refuse_unusable
 from jaxtrain.weights.loading import is_run, record_run
@@ -136,12 +138,12 @@ def _refuse_begin_over(run: Path) -> None:
 
 
 class RunDirectory:
-    """Locks the directory, and records what made the run. last: the run that held it last, by
-    `refuse_unfit`. Raises ValueError if another run holds it, or has held it since, or if it cannot
-    be written."""
+    """Locks the directory, and records what made the run and what its session is to keep. last: the
+    run that held it last, by `refuse_unfit`. Raises ValueError if another run holds it, or has held
+    it since, or if it cannot be written."""
 
-    def __init__(self, path: Path, config: dict[str, Any], dataset: Any, last: str) -> None:
-        self.path, self._config, self._dataset = path, config, dataset
+    def __init__(self, path: Path, config: dict[str, Any], session: Session, last: str) -> None:
+        self.path, self._config, self._session = path, config, session
         self._lock = ExitStack()
         self._take(last)
         self._record()
@@ -151,7 +153,8 @@ class RunDirectory:
         self._inode = _inode(self.path)
 
     def _record(self) -> None:
-        record_run(self.path, self._config, self._dataset)
+        record_run(self.path, self._config, self._session.dataset)
+        keep_references(self.path, self._session.reference_files)
 
     def restore_missing(self) -> str | None:
         """Writes the record and the lock again if they were removed. Returns a message that names

@@ -185,9 +185,7 @@ def _open_directory(
     """Opens the run directory on the first process. Raises on all if that fails, as
     `share_failure`."""
     first = jax.process_index() == 0
-    return share_failure(
-        lambda: RunDirectory(run, config, session.dataset, last) if first else None
-    )
+    return share_failure(lambda: RunDirectory(run, config, session, last) if first else None)
 
 
 def _last_step(experiment: Experiment, steps: int | None) -> int:

@@ -2,81 +2,99 @@
 
 They are computed once, before the first step, and kept in the run directory: no second copy of the
 model is in memory, no step computes it again, and a resumed run has them where the weights that it
-began with are gone. Rows that come later, such as another held-out set, need that model again. So a
-row is kept with its losses: a model that gives it others is refused.
+began with are gone. Rows that come later, such as another held-out set, need that model again. So
+the greatest magnitude of each of its leaves is kept, the same bits on every mesh: a model that has
+others is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.checkpoint.run_config import REFERENCE, REFERENCE_KIND
-from jaxtrain.cluster.agreement import all_gather_text, from_first, share_failure
+from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.files.array_file import ArrayFile, DamagedFile, open_arrays, whole, write_arrays
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.notices import Share, notice
-from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.scoring.ended import Ended
 from jaxtrain.scoring.score_step import make_score_step
 from jaxtrain.step.assembly import Assembly, assemble
 from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.state import TrainState
 
-FIRST_ROW = "first_row"
-"""A row of the training data, by field, and its losses: what tells the model from others."""
-STEP = "step"
-"""In that file: the step of the run that `FineTuning.start` names, null for another start."""
-LEAST_APART = 1e-4
-"""Losses of one model on two meshes may be so far apart, or as far as `BOUNDS` are: by their root
-mean squares."""
+WEIGHTS_FILE = "weights"
+"""What tells the model from others: the greatest magnitude of each of its leaves."""
+LEAVES, STEP = "leaves", "step"
+"""In that file: the leaves' names, and the step of the run that `FineTuning.start` names, null for
+another start."""
+
+
+class ReferenceFile(NamedTuple):
+    """A file of a run directory: its name, and what it has. is_there: it was read from there."""
+
+    name: str
+    meta: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+    is_there: bool = False
 
 
 class ReferenceSource(NamedTuple):
-    """Where losses are from. read: a folder that has some, None for none. write: the folder of this
-    run, None if nothing is kept. model: returns the state that the run began with, from this step
-    of the run that `FineTuning.start` names, None for the step that it names: to compute those that
-    no folder has. step: that step, None if it is none of a run or is to be read."""
+    """Where losses are from. folder: it has some, None for none. is_own: it is the run's own.
+    model: returns the state that the run began with, from this step of the run that
+    `FineTuning.start` names, None for the step that it names: to compute losses that no folder has.
+    step: that step, None if it is none of a run or is to be read."""
 
-    read: Path | None
-    write: Path | None
+    folder: Path | None
+    is_own: bool
     model: Callable[[int | None], TrainState]
     step: int | None
 
 
 def set_references(
     assembly: Assembly, mesh: jax.sharding.Mesh, splits: Mapping[str, Any], source: ReferenceSource
-) -> None:
+) -> list[ReferenceFile]:
     """Gives each split that has no reference losses of its own those of the model that the run
-    began with. splits: by names for messages, first that of training. All processes call it. Raises
-    ValueError where they are neither kept nor to be computed."""
-    needed = {name: data for name, data in splits.items() if hasattr(data, "set_reference")}
+    began with. Returns the files that the run keeps, for `keep_references`. splits: by names for
+    messages. All processes call it. Raises ValueError where losses are neither kept nor to be
+    computed."""
     model: ReferenceModel | None = None
-    for name, dataset in needed.items():
-        losses = None if source.read is None else _read_together(source.read, dataset)
-        is_new = losses is None
+    files: list[ReferenceFile] = []
+    for name, dataset in splits.items():
+        if not hasattr(dataset, "set_reference"):
+            continue  # a user's own rows, which have them
+        losses = None if source.folder is None else _read_together(source.folder, dataset)
+        is_there = losses is not None and source.is_own
         if losses is None:
-            if model is None:
-                model = _model(assembly, mesh, source, name)
+            model = model or _model(assembly, mesh, source, name)
             losses = model.losses(dataset, name)
-        if source.write is not None and (is_new or source.write != source.read):
-            meta, arrays = {"rows": dataset.content}, {"losses": losses}
-            _write_first(_path(source.write, dataset), meta, arrays)
+        arrays, meta = {"losses": losses}, {"rows": dataset.content}
+        files.append(ReferenceFile(_name(dataset), meta, arrays, is_there))
         dataset.set_reference(losses)
-    if source.write is None or source.write == source.read or not needed:
-        return
-    if source.read is not None:
-        from_first(partial(_copy_first_row, source.read, source.write))
-    elif model is not None:
-        row = model.first_row(next(iter(needed.values())))
-        _write_first(source.write / FIRST_ROW, {STEP: source.step}, row)
+    weights = None if source.folder is None else _opened(source.folder / WEIGHTS_FILE)
+    if weights is not None:
+        files.append(ReferenceFile(WEIGHTS_FILE, weights.meta, weights.arrays, source.is_own))
+    elif source.folder is None and model is not None:
+        files.append(model.weights_file(source.step))
+    return files
+
+
+def keep_references(run: Path, files: Iterable[ReferenceFile]) -> None:
+    """Writes files into a run directory, which this run holds, but for those that are there. For
+    one process."""
+    for name, meta, arrays, is_there in files:
+        path = run / REFERENCE / name
+        if not is_there or not path.exists():
+            specs = {key: whole(arrays[key]) for key in sorted(arrays)}
+            write_arrays(path, kind=REFERENCE_KIND, meta=meta, arrays=specs)
 
 
 def read_references(run: Path, splits: Mapping[str, Any]) -> None:
@@ -101,45 +119,34 @@ def _model(
 ) -> ReferenceModel:
     """Returns the model that the run began with. Raises ValueError where it is not there, or
     another."""
-    if source.read is None:
+    if source.folder is None:
         return ReferenceModel(assembly, mesh, source.model(None))
-    folder, anew = source.read, "or begin anew, by --fresh or another --name"
+    folder, anew = source.folder, "or begin anew, by --fresh or another --name"
     needs = f"the losses of {name} rows in the model that the run began with are not in {folder}"
-    first = share_failure(
-        partial(_first_row, folder, f"{needs}; bring it back from a copy, {anew}")
-    )
-    seq, stored_seq = assembly.experiment.data.seq, first.arrays["losses"].shape[1]
-    if seq != stored_seq:
-        raise ValueError(
-            f"{needs}, and the row that tells that model from others has {stored_seq} tokens, not "
-            f"data.seq={seq}; use seq={stored_seq}, {anew}"
-        )
+    lost = f"{needs}; bring it back from a copy, {anew}"
+    weights = share_failure(partial(_weights, folder, lost))
     try:
-        state = source.model(first.meta.get(STEP))
+        state = source.model(weights.meta.get(STEP))
     except ValueError as error:
         raise ValueError(f"{needs}, and that model is not there: {error}") from error
     model = ReferenceModel(assembly, mesh, state)
-    if not model.gives(first.arrays):
+    found = model.weights_file(None)
+    same = np.array_equal(found.arrays["greatest"], weights.arrays["greatest"])
+    if not same or found.meta[LEAVES] != weights.meta[LEAVES]:
         raise ValueError(
-            f"{needs}, and what fine_tuning.start names is another model now: it gives a row other "
-            f"losses; bring back the weights that the run began with, {anew}"
+            f"{needs}, and what fine_tuning.start names is another model now; bring back the "
+            f"weights that the run began with, {anew}"
         )
     return model
 
 
-def _first_row(folder: Path, otherwise: str) -> ArrayFile:
+def _weights(folder: Path, otherwise: str) -> ArrayFile:
     """Returns what tells the model from others. Raises ValueError with `otherwise` where it is not
     kept."""
-    file = _opened(folder / FIRST_ROW)
+    file = _opened(folder / WEIGHTS_FILE)
     if file is None:
         raise ValueError(otherwise)
     return file
-
-
-def _copy_first_row(folder: Path, into: Path) -> None:
-    file = _opened(folder / FIRST_ROW)
-    if file is not None:
-        _write(into / FIRST_ROW, file.meta, file.arrays)
 
 
 class ReferenceModel:
@@ -180,34 +187,16 @@ class ReferenceModel:
             tell(min(first + self._size, count), count)
         return values
 
-    def first_row(self, dataset: Any) -> dict[str, np.ndarray]:
-        """Returns the first row of a split by field, [1, seq], and its `losses`."""
-        row = dataset.rows(np.zeros(1, np.int64))
-        return {**row, "losses": self._losses_of(_OneRow(row), np.zeros(self._size, int))[:1]}
-
-    def gives(self, first_row: Mapping[str, np.ndarray]) -> bool:
-        """Returns True if this model gives a row the losses that it has."""
-        row = {name: values for name, values in first_row.items() if name != "losses"}
-        real, dtype = row["segments"] > 0, self._assembly.experiment.precision.compute
-        losses = self._losses_of(_OneRow(row), np.zeros(self._size, int))[:1][real]
-        stored = first_row["losses"][real]
-        apart, size = (np.sqrt(np.mean(np.square(x))) for x in (losses - stored, stored))
-        return bool(
-            apart <= max(LEAST_APART, BOUNDS.get(np.dtype(dtype).name, BOUNDS["bfloat16"])) * size
-        )
-
-
-class _OneRow:
-    """A dataset of one row."""
-
-    def __init__(self, row: Mapping[str, np.ndarray]) -> None:
-        self._row = row
-
-    def __len__(self) -> int:
-        return 1
-
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        return {name: values[indices] for name, values in self._row.items()}
+    def weights_file(self, step: int | None) -> ReferenceFile:
+        """Returns the file that tells this model from others. step: as in `ReferenceSource`."""
+        params = self._state.params
+        greatest = jax.jit(
+            lambda params: {k: jnp.max(jnp.abs(v)).astype(jnp.float32) for k, v in params.items()},
+            out_shardings=named_sharding(self._mesh, ()),
+        )(params)
+        names = sorted(params)
+        arrays = {"greatest": np.array([np.asarray(greatest[name]) for name in names])}
+        return ReferenceFile(WEIGHTS_FILE, {LEAVES: names, STEP: step}, arrays)
 
 
 class _Rows:
@@ -231,24 +220,14 @@ def _of_tokens(assembly: Assembly) -> Assembly:
     return replace(assemble(plain, assembly.spec, {}), fields=assembly.fields)
 
 
-def _path(folder: Path, dataset: Any) -> Path:
-    return folder / f"{dataset.content[:24]}.losses"
-
-
-def _write_first(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a file in the first process, of what all of them have. All of them call it."""
-    from_first(lambda: _write(path, meta, arrays))
-
-
-def _write(path: Path, meta: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    specs = {name: whole(arrays[name]) for name in sorted(arrays)}
-    write_arrays(path, kind=REFERENCE_KIND, meta=meta, arrays=specs)
+def _name(dataset: Any) -> str:
+    return f"{dataset.content[:24]}.losses"
 
 
 def _opened(path: Path) -> ArrayFile | None:
     """Returns a file of arrays, None if it is not there or damaged."""
     try:
-        return open_arrays(path, kind=REFERENCE_KIND)
+        return open_arrays(path, kind=REFERENCE_KIND, verify=True)
     except FileNotFoundError:
         return None
     except DamagedFile as error:
@@ -258,7 +237,7 @@ def _opened(path: Path) -> ArrayFile | None:
 
 def _read(folder: Path, dataset: Any) -> np.ndarray | None:
     """Returns the losses of a split in a folder; None if it has none of these rows."""
-    file = _opened(_path(folder, dataset))
+    file = _opened(folder / _name(dataset))
     losses = None if file is None else file.arrays["losses"]
     return losses if losses is not None and len(losses) == dataset.addresses else None
 

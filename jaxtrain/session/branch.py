@@ -16,7 +16,7 @@ from jaxtrain.checkpoint.run_config import ABSENT, ANEW, CHECKPOINTS, FieldDiffe
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.data import BatchRamp, first_row
 from jaxtrain.experiment import Experiment, FromRun
-from jaxtrain.experiment.stored import saved_differences, stored_field
+from jaxtrain.experiment.stored import ForeignField, saved_differences, stored_field
 from jaxtrain.session.restore import restore_state, state_mismatches
 from jaxtrain.session.skips import Skips, skips_from
 from jaxtrain.state_format.chunks import Chunk
@@ -83,6 +83,15 @@ class Branch:
         """Returns one line: what is kept of the other run, and the fields that differ."""
         differs = "; ".join(map(str, self.differences(experiment)))
         return f"branch of {self}: its whole state is kept; what differs: {differs or 'no field'}"
+
+    def keeps_reference(self) -> bool:
+        """Returns True if the other run compares pairs of answers with losses that it keeps."""
+        tuning = stored_field(self.run, "fine_tuning")
+        try:
+            of_pairs = getattr(stored_field(self.run, "data"), "of_pairs", False)
+        except ForeignField:  # rows of one's own bring them
+            of_pairs = False
+        return of_pairs and tuning is not None and tuning.preferences is not None
 
     def refuse_unfit(self, assembly: Assembly) -> None:
         """Raises ValueError where the step is another than at the first start, its model is

@@ -24,7 +24,7 @@ from jaxtrain.mesh.compiler_options import SAME_BITS, option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.mesh.spare_memory import spare_bytes
 from jaxtrain.notices import notice
-from jaxtrain.scoring.reference import FIRST_ROW, ReferenceSource, set_references
+from jaxtrain.scoring.reference import ReferenceFile, ReferenceSource, set_references
 from jaxtrain.session.batches import Batches
 from jaxtrain.session.branch import Branch
 from jaxtrain.session.evaluate import Evaluator
@@ -71,6 +71,7 @@ class Session:
     guard: GuardReader = field(default_factory=GuardReader)
     phases: Phases = field(default_factory=Phases)
     _latest = None  # the program of the latest step
+    reference_files = list[ReferenceFile]()  # of the run directory  # noqa: RUF012 (replaced)
     dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     @property
@@ -214,12 +215,12 @@ def open_session(
         program = compiling.result()
     compile_s = time.perf_counter() - began
     with phases.within("open"):
-        _set_references(at_rest, dataset, evaluate, checkpoints, begins, state=state, start=start)
+        files = _set_references(at_rest, dataset, evaluate, checkpoints, begins, state, start)
         skips = _skips(experiment, checkpoints, start, begins, dataset)
         loader = Batches(assembly, mesh, dataset, start, skips)
     fields = (dataset, state, start, loader, evaluate, at_rest, compile_s)
     session = Session(assembly, mesh, at_rest.shardings, *fields)
-    session.begins, session.phases = begins, phases
+    session.begins, session.phases, session.reference_files = begins, phases, files
     session.guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
     session.compiled[program_key(assembly.largest_batch, choice)] = program
     return session
@@ -346,26 +347,25 @@ def _set_references(
     evaluate: Evaluator,
     checkpoints: Checkpoints | None,
     begins: Start | Branch | None,
-    *,
     state: TrainState,
     start: int,
-) -> None:
+) -> list[ReferenceFile]:
     """Gives training and held-out rows the losses in the first model, for a loss of pairs. That of
     a branch is that of the run that it is of, if it has one, else what the branch begins with. A
     run that has taken no step computes them: what it keeps may be of other weights."""
     if at_rest.assembly.experiment.objective is None:
-        return
-    own = None if checkpoints is None else checkpoints.directory.parent / REFERENCE
-    read, is_first = own if start else None, start == 0
+        return []
+    is_branch = isinstance(begins, Branch)
+    run = None if checkpoints is None else checkpoints.directory.parent
     if isinstance(begins, Branch):
-        parents = begins.run / REFERENCE
-        is_first = not from_first(lambda: (parents / FIRST_ROW).exists())
-        read = None if is_first else parents
+        run = begins.run if from_first(begins.keeps_reference) else None
+    is_first = start == 0 or (is_branch and run is None)
+    folder = None if is_first or run is None else run / REFERENCE
     first = partial(_first_model, at_rest, state if is_first else None)
     held_out = {f"held-out {name}".rstrip(): rows for name, rows in evaluate.splits.items()}
     step = begins.step if isinstance(begins, FromRun) else None
-    source = ReferenceSource(read, own, first, step)
-    set_references(at_rest.assembly, at_rest.mesh, {"training": dataset, **held_out}, source)
+    source = ReferenceSource(folder, not is_branch, first, step)
+    return set_references(at_rest.assembly, at_rest.mesh, {"training": dataset, **held_out}, source)
 
 
 def _first_model(at_rest: AtRest, state: TrainState | None, step: int | None) -> TrainState:

@@ -81,6 +81,9 @@ class Preferences(MessageFiles):
             raise ValueError("one answer is a text and the other has messages; give two of a kind")
         if _opening(chosen) != _opening(rejected):
             raise ValueError("the answers begin with other prompts; give two to the same one")
+        last = [d.conversation and d.conversation.messages[-1] for d in (chosen, rejected)]
+        if self.learn == "last" and None not in last and last[0] == last[1]:
+            raise ValueError("the last turns are the same; use learn='all', or on_bad='skip'")
         if chosen == rejected:
             raise ValueError("both answers are the same; leave such pairs out: on_bad='skip'")
         return chosen._replace(rejected=rejected)
@@ -124,13 +127,15 @@ def _before(prompt: str | Messages, answer: Messages, name: str) -> Messages:
     """Returns the messages of a prompt that come before those of an answer: all of an answer of the
     assistant, none or the system's of one that begins with the prompt. Raises ValueError where an
     answer begins with another prompt."""
+    if not prompt:
+        return []
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if answer[0]["role"] == "assistant" and prompt:
-        return messages
     system = [message for message in messages if message["role"] == "system"]
     asked = [message for message in messages if message["role"] != "system"]
     begun = [message for message in answer if message["role"] != "system"][: len(asked)]
-    if prompt and begun != asked:
+    if begun != asked and answer[0]["role"] == "assistant":
+        return messages
+    if begun != asked:
         raise ValueError(
             f"{name!r} begins with a message of the {answer[0]['role']}, and not with the prompt: "
             "use prompt_field=None if answers begin with prompts of their own"

@@ -29,6 +29,7 @@ from jaxtrain import (
 )
 from jaxtrain.checkpoint.run_config import REFERENCE
 from jaxtrain.data import Conversations, JsonLines, Preferences, TokenizerFile
+from jaxtrain.files import array_file
 from jaxtrain.losses import DPO
 from jaxtrain.moe import Balance
 from jaxtrain.session.session import Session
@@ -234,7 +235,9 @@ def test_what_was_lost_or_damaged_is_computed_by_the_same_model(
     apart: Experiment,
     stopped: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(array_file, "VERIFY_BYTES", 64)  # as for long files
     begun = stopped(apart)
     assert cli.main(["verify", str(begun)]) == 0
     damaged_losses(begun)
@@ -259,7 +262,7 @@ def test_another_or_no_model_is_told(
     shutil.move(base, base.parent / "right")
     other = replace(of_texts(folder), optimizer=AdamW(2e-2))
     train(replace(other, logging=stopping(other)), base, folder)
-    with pytest.raises(ValueError, match=r"training rows .* is another model now: it gives a row"):
+    with pytest.raises(ValueError, match=r"training rows .* is another model now; bring back"):
         train(apart, begun, folder)
     shutil.rmtree(apart.fine_tuning.start.run_dir)
     with pytest.raises(ValueError, match=r"are not in .*, and that model is not there: "):
@@ -319,13 +322,65 @@ def test_a_branch_with_other_rows_asks_the_same_model(
     other = replace(experiment, data=replace(experiment.data, source=source))
     said = train(other, tmp_path / "other", folder, from_run=f"{run}@4")
     assert said.count("in the first model") == 2
-    first, branched = (
-        (r / REFERENCE / "first_row").read_bytes() for r in (run, tmp_path / "other")
-    )
+    first, branched = ((r / REFERENCE / "weights").read_bytes() for r in (run, tmp_path / "other"))
     assert first == branched
-    with pytest.raises(ValueError, match=r"has 32 tokens, not data.seq=40; use seq=32"):
-        longer = replace(other, data=replace(other.data, seq=40))
-        train(longer, tmp_path / "longer", folder, from_run=f"{run}@4")
+    longer = replace(other, data=replace(other.data, seq=40))
+    said = train(longer, tmp_path / "longer", folder, from_run=f"{run}@4")
+    assert said.count("in the first model") == 2
+
+
+def test_a_branch_does_without_what_tells_the_model_where_nothing_is_computed(
+    folder: Path, run: Path, tmp_path: Path
+) -> None:
+    weights = run / REFERENCE / "weights"
+    content = weights.read_bytes()
+    weights.unlink()
+    try:
+        train(tuned(folder), tmp_path / "b", folder, from_run=f"{run}@4")
+        assert losses_of(tmp_path / "b") == losses_of(run)[4:]
+        longer = replace(tuned(folder), data=replace(tuned(folder).data, seq=40))
+        with pytest.raises(ValueError, match=r"are not in .*; bring it back from a copy"):
+            train(longer, tmp_path / "longer", folder, from_run=f"{run}@4")
+    finally:
+        weights.write_bytes(content)
+
+
+def test_a_run_begun_anew_keeps_its_reference(
+    folder: Path, run: Path, stopped: Callable[..., Path]
+) -> None:
+    begun = stopped(tuned(folder))
+    experiment = tuned(folder)
+    train(replace(experiment, logging=stopping(experiment)), begun, folder, fresh=True)
+    assert kept_by(begun) == kept_by(begun.with_name(f"{begun.name}.1")) == kept_by(run)
+    train(experiment, begun, folder)
+    assert losses_of(begun) == losses_of(run)
+
+
+def test_a_start_that_is_refused_writes_no_reference(
+    folder: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run took the directory while this one compiled, from other weights."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("used by another run")
+
+    monkeypatch.setattr("jaxtrain.run.directory.sole_run", refuse)
+    with pytest.raises(ValueError, match="used by another run"):
+        train(tuned(folder), tmp_path / "run", folder)
+    assert not (tmp_path / "run" / REFERENCE).exists()
+
+
+def test_a_folder_that_is_removed_below_the_run_is_written_again(
+    folder: Path, run: Path, tmp_path: Path
+) -> None:
+    class Removed(jaxtrain.Callback):
+        def after_step(self, _: jaxtrain.Run, step: int) -> None:
+            if step == 3:
+                shutil.rmtree(tmp_path / "run")
+
+    experiment = replace(tuned(folder), checkpoints=SavePolicy(every=6))  # none is in flight then
+    said = train(experiment, tmp_path / "run", folder, callbacks=[Removed()])
+    assert "was removed below the run" in said and kept_by(tmp_path / "run") == kept_by(run)
 
 
 def test_a_branch_of_a_run_without_pairs_compares_with_what_it_begins_with(

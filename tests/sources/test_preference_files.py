@@ -82,6 +82,22 @@ def test_a_prompt_stands_once_with_its_system(tmp_path: Path, begun: Any) -> Non
     assert [c.messages for c in found if c] == [[SYSTEM, USER, GOOD], [SYSTEM, USER, BAD]]
 
 
+def test_a_prompt_may_begin_with_the_assistant(tmp_path: Path) -> None:
+    hello = {"role": "assistant", "content": "hi"}
+    for begun in ([], [hello, USER]):
+        pair = {"prompt": [hello, USER], "chosen": [*begun, GOOD], "rejected": [*begun, BAD]}
+        found = [d.conversation for d in only(tmp_path, pair).answers]
+        assert [c.messages for c in found if c] == [[hello, USER, GOOD], [hello, USER, BAD]]
+
+
+def test_equal_last_turns_are_refused_where_they_alone_are_compared(tmp_path: Path) -> None:
+    more = [USER, GOOD]
+    pair = {"chosen": [USER, GOOD, *more], "rejected": [USER, BAD, *more]}
+    with pytest.raises(ValueError, match="the last turns are the same; use learn='all'"):
+        only(tmp_path, pair, prompt_field=None)
+    assert only(tmp_path, pair, prompt_field=None, learn="all").rejected
+
+
 def test_texts_with_the_prompt_twice_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
