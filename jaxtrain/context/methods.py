@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.attention.kernels import SelfAttention
+from jaxtrain.attention.online_softmax import AttentionMask
 from jaxtrain.collectives.vary import MeshAxes
 from jaxtrain.context.exchange import of_traded_heads, to_heads, to_tokens
 from jaxtrain.context.kernel import Around, KeyTokens, RowStarts, Tokens, attend_around
@@ -236,6 +238,26 @@ def _around(
     seats = Seats(axes, order.groups, group, isinstance(way, Chunks))
     call = Around(way, transport(seats), kernel.settled_kernel, scoring, unroll)
     return attend_around(call, q, k, v, starts)
+
+
+def tiles_of(
+    method: ContextMethod, ways: int, local: int, mask: AttentionMask
+) -> list[tuple[float, int, AttentionMask]]:
+    """Returns the tiles (how many, tokens of each side, mask) that a device computes, as if it had
+    all heads. In contiguous order they are the last device's. local: tokens of a row on a device.
+    """
+    group = method.trading(ways)
+    together = local * group
+    if group == ways:
+        return [(1 / group, together, mask)]
+    way = scheme(mask, method.order(ways), together)
+    row = jax.ShapeDtypeStruct((1, together), jnp.int32)
+    parts = [(way.alone, way.own)]
+    parts += [
+        (lambda x, hop=hop: way.queries(x, hop, 0), way.mask(hop)) for hop in range(1, way.hops + 1)
+    ]
+    shapes = [(jax.eval_shape(part, row).shape, part_mask) for part, part_mask in parts]
+    return [(count / group, size, part_mask) for (count, size), part_mask in shapes]
 
 
 def _uncut(order: Order, ways: int, seq: int | None) -> list[str]:

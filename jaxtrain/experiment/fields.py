@@ -87,6 +87,10 @@ class Health:
       within 1e-5, in 16 bits 3e-2; otherwise the run is refused before anything is saved. A copy of
       the state and the batches are in memory meanwhile, and the safe step has the larger
       activations.
+    kernels: True: before the first step of a start the fused kernels of attention and of experts'
+      products are compared with the portable ones, output and gradients, head by head and expert by
+      expert. A run with a wrong one is refused. None: on accelerators, but for an attention kernel
+      of your own that is not declared standard.
     spikes: reaction to a loss spike, None for none. With `replay`, the same batches are taken once
       more first, and skipped if the spike occurs again.
     skip_batches: pairs (steps, batches), ascending: after that many steps, that many batches of the
@@ -97,6 +101,7 @@ class Health:
     replicas: int | None = None
     replay: int | None = None
     self_check: int | None = None
+    kernels: bool | None = None
     spikes: LossSpikes | None = None
     skip_batches: tuple[tuple[int, int], ...] = ()
 
@@ -114,7 +119,7 @@ class Health:
                 f"self_check={self.self_check} steps are more than rounding allows to compare; use "
                 f"{MOST_CHECKED} or fewer, such as 3"
             ]
-        violations += [v for v in kind_violations(self) if v.startswith("spikes=")]
+        violations += [v for v in kind_violations(self) if v.startswith(("spikes=", "kernels="))]
         raise_violations(violations + _skip_violations(self.skip_batches))
 
 

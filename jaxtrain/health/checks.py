@@ -29,6 +29,7 @@ from jaxtrain.health.digests import (
     sole,
     summary,
 )
+from jaxtrain.health.kernel_check import check_kernels, is_checked
 from jaxtrain.health.self_check import SelfCheck
 from jaxtrain.session.session import Session
 from jaxtrain.state_format.leaves import named_leaves
@@ -56,10 +57,13 @@ class HealthChecks:
         self._compared = -1
 
     def begin(self) -> None:
-        """Runs the self-check before the first step of this start, if requested. Raises
-        ValueError."""
+        """Runs the checks of kernels and of first steps before the first step of this start, as far
+        as they are requested. Raises ValueError."""
         session, steps = self._session, self._health.self_check
         left = session.experiment.steps - session.start
+        if left and is_checked(self._health.kernels, session.assembly):
+            with session.phases.within("compile"):
+                check_kernels(session.assembly, self._tell, wanted=self._health.kernels)
         if steps is not None and left:
             with session.phases.within("compile"):
                 SelfCheck(session, self._copy).run(min(steps, left), self._tell)

@@ -18,10 +18,10 @@ from jaxtrain.telemetry.flops import AttentionFlops
 class AttentionCall(Operation):
     """Scores and values of all heads, by `Communicator.attend`. heads: of queries. kv_heads: of
     keys and values. head_dim: that the kernel gets. causal: a query sees no later key. window: as
-    in `AttentionConfig`. softcap: likewise. needed: head_dim of queries and keys, and of values,
-    without padding of the shorter; None if neither is padded. scores: their function, None for
-    none. learned: the leaves that it learns. queries: the leaves that queries alone are computed
-    with; a name that ends with a dot is the beginning of several."""
+    in `AttentionConfig`. softcap, scale: likewise. needed: head_dim of queries and keys, and of
+    values, without padding of the shorter; None if neither is padded. scores: their function, None
+    for none. learned: the leaves that it learns. queries: the leaves that queries alone are
+    computed with; a name that ends with a dot is the beginning of several."""
 
     heads: int
     kv_heads: int
@@ -29,6 +29,7 @@ class AttentionCall(Operation):
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
+    scale: float | None = None
     needed: tuple[int, int] | None = None
     scores: ScoreFunction | None = None
     learned: tuple[str, ...] = ()
@@ -55,6 +56,11 @@ class AttentionCall(Operation):
             ),
             Node(inputs=(attended,), collective=after, input_collective=after),
         ]
+
+    @property
+    def settled_scale(self) -> float:
+        """The scale of scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def flops(self) -> AttentionFlops:

@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-
 from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import Reference
@@ -22,7 +19,7 @@ from jaxtrain.attention.tiling import Tiling
 from jaxtrain.attention.triton import Triton
 from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.powersgd import PowerSGD
-from jaxtrain.context.schemes import scheme
+from jaxtrain.context.methods import tiles_of
 from jaxtrain.losses.cross_entropy import chunk_count
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.moe.block_loop import BlockLoop
@@ -201,10 +198,12 @@ def _expert_flops(assembly: Assembly, call: ExpertCall) -> float:
 
 def _attention_flops(assembly: Assembly, a: AttentionCall) -> float | None:
     """FLOPs of query-key and weight-value products in all heads; None if not known."""
-    remat, (rows, seq) = assembly.loop.remat, local_rows(assembly)
+    remat, (rows, seq), roles = assembly.loop.remat, local_rows(assembly), assembly.roles
     per_pair = 2 * rows * a.heads * a.head_dim
     full_mask = AttentionMask(causal=a.causal, window=a.window)
-    tiles = [(1.0, seq, full_mask)] if assembly.context is None else _cut(assembly, full_mask)
+    tiles = [(1.0, seq, full_mask)]
+    if assembly.context is not None:
+        tiles = tiles_of(assembly.context, ways(roles.seq, assembly.sizes), seq, full_mask)
     total = 0.0
     for count, size, mask in tiles:
         kernel = kernel_of(assembly, a, size)
@@ -217,24 +216,3 @@ def _attention_flops(assembly: Assembly, a: AttentionCall) -> float | None:
         elif not isinstance(kernel, OPAQUE):
             return None
     return total
-
-
-def _cut(assembly: Assembly, mask: AttentionMask) -> list[tuple[float, int, AttentionMask]]:
-    """Returns the tiles (how many, tokens of each side, mask) that a device computes if rows are
-    split, as if it had all heads. In contiguous order they are the last device's."""
-    method, seq = assembly.context, local_rows(assembly)[1]
-    assert method is not None
-    sequence_ways = ways(assembly.roles.seq, assembly.sizes)
-    group = method.trading(sequence_ways)
-    together = seq * group
-    if group == sequence_ways:
-        return [(1 / group, together, mask)]
-    hop_scheme = scheme(mask, method.order(sequence_ways), together)
-    row = jax.ShapeDtypeStruct((1, together), jnp.int32)
-    parts = [(hop_scheme.alone, hop_scheme.own)]
-    parts += [
-        (lambda x, hop=hop: hop_scheme.queries(x, hop, 0), hop_scheme.mask(hop))
-        for hop in range(1, hop_scheme.hops + 1)
-    ]
-    shapes = [(jax.eval_shape(part, row).shape, part_mask) for part, part_mask in parts]
-    return [(count / group, size, part_mask) for (count, size), part_mask in shapes]

@@ -50,6 +50,7 @@ def _describe_attention(a: AttentionConfig, embed: int) -> tuple[Operation, ...]
             size,
             window=a.window,
             softcap=a.softcap,
+            scale=a.scale,
             scores=a.scores,
             learned=("attention.score_values",) if learns else (),
             queries=("attention.query", "attention.query_bias", "attention.query_norm."),
@@ -84,7 +85,9 @@ def _describe_latent(a: LatentAttentionConfig, embed: int) -> tuple[Operation, .
     size, needed = max(a.head_dim, a.value_head_dim), (a.head_dim, a.value_head_dim)
     return (
         Branches((queries, keys)),
-        AttentionCall(a.heads, a.heads, size, needed=needed, queries=of_queries),
+        AttentionCall(
+            a.heads, a.heads, size, scale=a.scoring_scale(), needed=needed, queries=of_queries
+        ),
         RowParallel(*named("out", a.heads * a.value_head_dim, embed)),
     )
 
