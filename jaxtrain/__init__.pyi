@@ -16,6 +16,7 @@ from . import operations as operations
 from . import optim as optim
 from . import quantization as quantization
 from . import scores as scores
+from . import tasks as tasks
 from . import transformer as transformer
 from .certificate.certify import certify as certify
 from .checkpoint.policy import SavePolicy as SavePolicy

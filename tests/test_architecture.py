@@ -46,6 +46,7 @@ LAYERS = {
     "pipeline": 7,
     "compression": 8,
     "models": 8,
+    "tasks": 9,
     "transformer": 9,
     "experiment": 10,
     "families": 10,

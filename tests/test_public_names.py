@@ -28,7 +28,7 @@ WITH_STUBS = (
         "mesh",
         "models",
     ),
-    *("moe", "nn", "operations", "optim", "quantization", "scores", "transformer"),
+    *("moe", "nn", "operations", "optim", "quantization", "scores", "tasks", "transformer"),
 )
 """Rooms whose public names are handed out by a stub, as the top's are."""
 

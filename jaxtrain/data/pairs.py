@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.data.dataset import Batch
 from jaxtrain.data.permutation import shuffle
 from jaxtrain.data.token_file import TokenStore
-from jaxtrain.data.whole import RowPlan, WholeDataset, WholeDocuments, plan_rows
+from jaxtrain.data.whole import RowPlaces, RowPlan, WholeDataset, WholeDocuments, plan_rows
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +73,11 @@ class PairDataset(WholeDataset):
         _, _, address, inside = self._places(shuffle(indices, len(self), "rows", self.seed, 0))
         return np.where(inside, address + 1, -1)
 
-    def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
-        batch = super()._pack(rows, epoch)
-        reference = np.zeros(batch["tokens"].shape, np.float32)
+    def _further_fields(self, places: RowPlaces) -> Batch:
+        reference = np.zeros(places.inside.shape, np.float32)
         if self._reference is not None:
-            row = shuffle(rows, len(self), "rows", self.seed, epoch)
-            _, _, address, inside = self._places(row)
-            reference[inside] = self._reference[address[inside] + 1]
-        return {**batch, "reference": reference}
+            reference[places.inside] = self._reference[places.address[places.inside] + 1]
+        return {"reference": reference}
 
 
 def pair_places(store: TokenStore, seq: int, too_long: str) -> np.ndarray:

@@ -154,7 +154,7 @@ class WholeDataset(TokenRows):
 
     def _pack(self, rows: np.ndarray, epoch: int) -> Batch:
         row = shuffle(rows, len(self), "rows", self.seed, epoch)
-        number, offset, address, inside = self._places(row)
+        number, offset, address, inside = places = self._places(row)
         learnt = inside & self.store.learnt(self.plan.documents[number], offset + 1)
         segments = number - number[:, :1] + 1
         return {
@@ -163,7 +163,12 @@ class WholeDataset(TokenRows):
             "segments": np.where(inside, segments, 0).astype(np.int32),
             "positions": np.where(inside, offset, 0).astype(np.int32),
             "weights": learnt.astype(np.float32),
+            **self._further_fields(places),
         }
+
+    def _further_fields(self, places: RowPlaces) -> Batch:
+        """Returns the fields of rows that a subclass adds."""
+        return {}
 
 
 def _places(store: TokenStore, seq: int, too_long: str) -> np.ndarray:

@@ -12,6 +12,7 @@ from jaxtrain.data import TokenFiles
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.reprs import short_repr
+from jaxtrain.tasks.tasks import Tasks
 from jaxtrain.violations import at_least, count, raise_violations
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -67,6 +68,7 @@ class Evaluation:
     experiment's (the largest of a `BatchRamp`), regardless of `microbatches`.
 
     sample: a continuation at the end.
+    tasks: evaluated with the held-out loss, each time. Metrics are called acc/hellaswag, ...
     sets: more held-out data, by name, as a dict or as pairs: files by name or pattern, or a source
       of files such as `TextFiles`, whose texts are read whole; or another source, or data with
       `open`, such as `TextData`, of which the held-out split is read. Texts of sources are encoded
@@ -79,6 +81,7 @@ class Evaluation:
     final_batches: int | None = None
     sample: Sample | None = None
     sets: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
+    tasks: Tasks | None = None
 
     __repr__ = short_repr
 
@@ -87,7 +90,7 @@ class Evaluation:
         for name in ("batches", "final_batches"):
             if getattr(self, name) is not None:
                 violations += count(name, getattr(self, name), 1)
-        violations += [v for v in kind_violations(self) if v.startswith("sample=")]
+        violations += [v for v in kind_violations(self) if v.startswith(("sample=", "tasks="))]
         raise_violations(violations + set_violations(self.sets))
         sets = {k: tuple(v) if isinstance(v, list) else v for k, v in self.named_sets.items()}
         object.__setattr__(self, "sets", tuple(sets.items()))

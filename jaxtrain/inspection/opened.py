@@ -127,3 +127,13 @@ def kept_vocabulary(run: Path, trust: Trust = ()) -> Vocabulary:
         more: Any = dict(eos=vocabulary.eos_token, chat=vocabulary.chat, bos=tokenizer.bos)
         return HuggingFaceVocabulary(vocabulary.json, **more)
     return vocabulary
+
+
+def row_length(data: Any, run: Path) -> int:
+    """Returns the tokens of a row of a run's data. Raises ValueError where it does not say."""
+    if not hasattr(data, "seq"):
+        raise ValueError(
+            f"{type(data).__name__}, the data of {run}, does not say how long its rows are (seq); "
+            "score rows of it, by jaxtrain.inspection.score_rows"
+        )
+    return data.seq

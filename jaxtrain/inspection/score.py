@@ -12,25 +12,23 @@ import numpy as np
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, stored_field
 from jaxtrain.inspection.given import GivenRows
-from jaxtrain.inspection.opened import directory_of, kept_vocabulary, mesh_spec, stored_model
+from jaxtrain.inspection.opened import (
+    directory_of,
+    kept_vocabulary,
+    mesh_spec,
+    row_length,
+    stored_model,
+)
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.scoring.ended import WEIGHTS, Ended
 from jaxtrain.scoring.score_step import make_score_step
+from jaxtrain.scoring.texts import FIELDS
 from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.session.rows import open_split
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.train_step import make_evaluation_step
 from jaxtrain.violations import raise_violations
-
-FIELDS = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "weights": np.float32,
-    "segments": np.int32,
-    "positions": np.int32,
-}
-"""Fields of rows of texts, [rows, seq]."""
 
 
 class Scored(NamedTuple):
@@ -77,12 +75,7 @@ def score(
     vocabulary: Any = kept_vocabulary(path, trust) if has_text else None
     listed = [_ids(number, text, vocabulary) for number, text in enumerate(listed_texts)]
     data, model = (stored_field(path, name, trust=trust) for name in ("data", "model"))
-    if not hasattr(data, "seq"):
-        raise ValueError(
-            f"{type(data).__name__}, the data of {path}, does not say how long its rows are (seq); "
-            "score rows of it, by jaxtrain.inspection.score_rows"
-        )
-    seq = data.seq
+    seq = row_length(data, path)
     raise_violations(_violations(listed, seq, getattr(model, "vocab", None)), "texts")
     if not listed:
         return []

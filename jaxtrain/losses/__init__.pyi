@@ -4,6 +4,5 @@ from .cross_entropy import HeadConfig as HeadConfig
 from .cross_entropy import LossSums as LossSums
 from .cross_entropy import cross_entropy as cross_entropy
 from .preferences import DPO as DPO
-from .preferences import preference_sums as preference_sums
 
 __all__: list[str]

@@ -218,24 +218,35 @@ def _cross_entropy(
     return total / comm.vocab_ways()
 
 
+class TokenLosses(NamedTuple):
+    """Results for each token, the same on every slice of the vocabulary. losses: in nats.
+    likeliest: True if no id has a greater logit than the target. of_chunk: the logits, if all
+    tokens are one chunk."""
+
+    losses: Float32[Array, " all_tokens"]
+    likeliest: Bool[Array, " all_tokens"]
+    of_chunk: ChunkLogits | None
+
+
 def token_losses(
     static: LossSettings,
     x: Float[Array, "all_tokens embed"],
     head: Float[Array, "vocab embed"],
     targets: Int[Array, " all_tokens"],
-) -> tuple[Float32[Array, " all_tokens"], ChunkLogits | None]:
-    """Returns each token's loss in nats, unweighted: the same on every slice of the vocabulary; and
-    the logits, if all tokens are one chunk."""
+) -> TokenLosses:
+    """Returns the loss of each token."""
     comm = static.comm
     if static.chunks == 1:
         of_chunk = _logits_of(static, x, head, targets)
-        return of_chunk.losses, of_chunk
+        return TokenLosses(of_chunk.losses, of_chunk.correct, of_chunk)
 
-    def step(none: tuple[()], chunk: Chunk) -> tuple[tuple[()], jax.Array]:
-        return none, _logits_of(static, chunk[0], head, chunk[1]).losses
+    def step(none: tuple[()], chunk: Chunk) -> tuple[tuple[()], tuple[jax.Array, jax.Array]]:
+        of_chunk = _logits_of(static, chunk[0], head, chunk[1])
+        return none, (of_chunk.losses, of_chunk.correct)
 
     parts = tuple(comm.chunks(a, static.chunks, rows=static.rows) for a in (x, targets))
-    return comm.unchunk(_loop(step, (), parts)[1], rows=static.rows), None
+    losses, likeliest = (comm.unchunk(a, rows=static.rows) for a in _loop(step, (), parts)[1])
+    return TokenLosses(losses, likeliest, None)
 
 
 def _start(static: LossSettings, zero: Float32[Array, ""]) -> Float32[Array, ...]:

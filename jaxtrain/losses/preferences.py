@@ -78,6 +78,32 @@ class DPO:
         slope = wrong * jax.nn.sigmoid(margin) - (1 - wrong) * jax.nn.sigmoid(-margin)
         return loss, self.beta * slope
 
+    def sums(
+        self,
+        comm: Communicator,
+        x: Float[Array, "tokens embed"],
+        head: Float[Array, "vocab embed"],
+        batch: Mapping[str, jax.Array],
+        config: HeadConfig,
+    ) -> LossSums:
+        """Returns this device's shares of the summed losses of pairs, of their number, and of
+        `SUMS`: pairs whose chosen answer has the larger gain; beta times the difference of the two
+        gains, and times each of them. A pair without a weight does not count.
+
+        x, head: as of `cross_entropy`. batch: targets, weights, `REFERENCE` [rows, seq] and
+        `DOCUMENTS` [rows, seq], of whole rows where rows are split.
+        """
+        rows = batch["targets"].shape[0]
+        documents = local_segments(batch, comm).reshape(-1) - 1
+        targets = batch["targets"].reshape(-1)
+        weights, reference = (
+            batch[name].reshape(-1).astype(jnp.float32) for name in ("weights", REFERENCE)
+        )
+        static = _PairSettings(settings(comm, config, targets, rows), self)
+        pairs = _Pairs(targets, weights, reference, documents)
+        loss, count, *others = _preference_loss(static, x, head, pairs)
+        return LossSums(loss, count, dict(zip(SUMS, others, strict=True)))
+
 
 class _PairSettings(NamedTuple):
     head: LossSettings
@@ -92,33 +118,6 @@ class _Pairs(NamedTuple):
     weights: Float32[Array, " all_tokens"]
     reference: Float32[Array, " all_tokens"]
     documents: Int[Array, " all_tokens"]
-
-
-def preference_sums(
-    objective: DPO,
-    comm: Communicator,
-    x: Float[Array, "tokens embed"],
-    head: Float[Array, "vocab embed"],
-    batch: Mapping[str, jax.Array],
-    config: HeadConfig,
-) -> LossSums:
-    """Returns this device's shares of the summed losses of pairs, of their number, and of `SUMS`:
-    pairs whose chosen answer has the larger gain; beta times the difference of the two gains, and
-    times each of them. A pair without a weight does not count.
-
-    x, head: as of `cross_entropy`. batch: targets, weights, `REFERENCE` [rows, seq] and
-    `DOCUMENTS` [rows, seq], of whole rows where rows are split.
-    """
-    rows = batch["targets"].shape[0]
-    documents = local_segments(batch, comm).reshape(-1) - 1
-    targets = batch["targets"].reshape(-1)
-    weights, reference = (
-        batch[name].reshape(-1).astype(jnp.float32) for name in ("weights", REFERENCE)
-    )
-    static = _PairSettings(settings(comm, config, targets, rows), objective)
-    pairs = _Pairs(targets, weights, reference, documents)
-    loss, count, *others = _preference_loss(static, x, head, pairs)
-    return LossSums(loss, count, dict(zip(SUMS, others, strict=True)))
 
 
 def local_segments(batch: Mapping[str, jax.Array], comm: Communicator) -> Int[Array, "rows seq"]:
@@ -136,7 +135,7 @@ def _preference_loss(
     pairs: _Pairs,
 ) -> Float32[Array, " sums"]:
     x = static.head.comm.all_tokens(x)
-    losses, _ = token_losses(static.head, x, head, pairs.targets)
+    losses = token_losses(static.head, x, head, pairs.targets).losses
     return _sums_and_derivative(static, losses, pairs)[0]
 
 
@@ -147,7 +146,7 @@ def _forward(
     pairs: _Pairs,
 ) -> tuple[Float32[Array, " sums"], Residuals]:
     x = static.head.comm.all_tokens(x)
-    losses, of_chunk = token_losses(static.head, x, head, pairs.targets)
+    losses, _, of_chunk = token_losses(static.head, x, head, pairs.targets)
     sums, derivative = _sums_and_derivative(static, losses, pairs)
     _, residuals = loss_and_gradients(static.head, x, head, pairs.targets, derivative, of_chunk)
     return sums, residuals

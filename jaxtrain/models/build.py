@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.attention.kernels import AttentionKernel
-from jaxtrain.losses.preferences import DPO
+from jaxtrain.losses.objective import Objective
 from jaxtrain.models.adapters import Adapters, add_adapters
 from jaxtrain.models.layered import ModelConfig
 from jaxtrain.models.routers import add_tallies
@@ -24,12 +24,12 @@ def build_model(
     adapters: Adapters | None = None,
     scales: bool = False,
     tallies: bool = False,
-    objective: DPO | None = None,
+    objective: Objective | None = None,
 ) -> nnx.Module:
     """Returns the module with its initial parameters, a function of `key`. kernel: of attention.
-    adapters, scales: added to its matrices. tallies: added to its routers. objective: of pairs. All
-    need a model with a description. A user's own model is a config with `build(rngs)`, or a
-    function of `nnx.Rngs`."""
+    adapters, scales: added to its matrices. tallies: added to its routers. objective: replaces its
+    loss. All need a model with a description. A user's own model is a config with `build(rngs)`, or
+    a function of `nnx.Rngs`."""
     if not isinstance(model, ModelConfig):
         make = getattr(model, "build", model)
         return build(lambda key: make(nnx.Rngs(key)), key)
@@ -56,7 +56,7 @@ def abstract_model(
     kernel: AttentionKernel | None = None,
     scales: bool = False,
     tallies: bool = False,
-    objective: DPO | None = None,
+    objective: Objective | None = None,
 ) -> ModuleSplit:
     """Returns `take_apart` of the module that `build_model` makes with these options, with shapes
     instead of arrays. Raises ValueError for logical axes that do not match a leaf's dims."""

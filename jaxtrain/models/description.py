@@ -24,7 +24,7 @@ ADAPTER_A, ADAPTER_B = "_lora_a", "_lora_b"
 """Suffixes of the names of an adapter's matrices A and B, after their weight's name."""
 
 
-ABILITIES = frozenset({"explicit", "pipeline", "context", "adapters", "generation", "preferences"})
+ABILITIES = frozenset({"explicit", "pipeline", "context", "adapters", "generation", "objective"})
 PAIRS = {"segments": (None,), "reference": ("seq",)}
 """Fields of a batch that a loss of pairs also reads, with the logical axes of a row."""
 OF_PAIRS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
@@ -59,7 +59,7 @@ class ModelDescription:
     can: of ABILITIES: run in explicit mode, on stages, with parts of a sequence, for which it asks
     `Communicator.positions` where tokens are and attends by a `SelfAttention` with the document
     starts of whole rows; with LoRA's adapters, and generate, for which it has `decode` and
-    `empty_cache`; with preferences, for which its `leave` returns the sums of its `objective`.
+    `empty_cache`; with objective, for which its `leave` returns the sums of its `objective`.
     """
 
     embed: int

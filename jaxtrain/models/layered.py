@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.collectives.vary import Index
 from jaxtrain.losses.cross_entropy import LossSums
-from jaxtrain.losses.preferences import DPO
+from jaxtrain.losses.objective import Objective
 from jaxtrain.mesh.sharding import PaddedAxis
 from jaxtrain.models.description import STACK, ModelDescription
 from jaxtrain.nn.communicator import Communicator, Local
@@ -95,7 +95,7 @@ class Model(Protocol):
         ...
 
 
-def description_of(model: object, objective: DPO | None = None) -> ModelDescription | None:
+def description_of(model: object, objective: Objective | None = None) -> ModelDescription | None:
     """Returns the model's description, as it is with an objective; None for a model without
     one."""
     if not isinstance(model, ModelConfig):
@@ -112,8 +112,8 @@ class LayeredModel(nnx.Module):
     """Layers before the stack."""
     lookup: str = "embedding"
     """Name of the table of the tokens' vectors."""
-    objective: DPO | None = None
-    """The loss of pairs that `leave` returns in place of its own, None for its own."""
+    objective: Objective | None = None
+    """Makes the sums that `leave` returns in place of its own, None for its own."""
     tokens: str = "tokens"
     """Field of a batch with their ids."""
     used_next: str | None = None

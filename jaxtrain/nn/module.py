@@ -60,6 +60,14 @@ def take_apart(module: nnx.Module) -> ModuleSplit:
     return ModuleSplit(_Static(graph, tuple(variables)), params, model_state, axes)
 
 
+def with_attributes(static: _Static, **attributes: Any) -> _Static:
+    """Returns the static form of the module with these attributes, which hold no arrays."""
+    module = nnx.merge(static.graph, nnx.from_flat_state(list(static.variables)))
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return static._replace(graph=nnx.split(module)[0])
+
+
 def put_together(static: _Static, arrays: Arrays) -> Any:
     """Returns the module with these arrays, parameters and other state together. A matrix in 8 bits
     gets its delayed scales, which its products read."""

@@ -27,7 +27,8 @@ from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.notices import Share, notice
 from jaxtrain.scoring.ended import Ended
 from jaxtrain.scoring.score_step import make_score_step
-from jaxtrain.step.assembly import Assembly, assemble
+from jaxtrain.scoring.texts import assembled_for
+from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.state import TrainState
 
@@ -213,11 +214,8 @@ class _Rows:
 
 def _of_tokens(assembly: Assembly) -> Assembly:
     """Returns the assembly with the loss of each token in place of that of pairs."""
-    e = assembly.experiment
-    assert e.fine_tuning is not None, "it has preferences"
-    tuning = replace(e.fine_tuning, preferences=None)
-    plain = replace(e, fine_tuning=tuning, data=_Rows(e.data.seq), evaluation=None)
-    return replace(assemble(plain, assembly.spec, {}), fields=assembly.fields)
+    data = _Rows(assembly.experiment.data.seq)
+    return replace(assembled_for(assembly, data, {}), fields=assembly.fields)
 
 
 def _name(dataset: Any) -> str:

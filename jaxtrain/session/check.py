@@ -28,6 +28,7 @@ from jaxtrain.session.held_out_sets import absent_sets, for_each, open_all
 from jaxtrain.session.memory import argument_bytes, memory_violations
 from jaxtrain.session.notes import notes
 from jaxtrain.session.rows import open_split
+from jaxtrain.session.tasks import absent_tasks
 from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import natural_shapes
@@ -230,9 +231,11 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list
         splits = ("train", "held_out") if is_evaluated else ("train",)
         missing = data.absent(splits) if data_here and hasattr(data, "absent") else []
         missing = [f"data: {text}" for text in missing]
-        return None, {}, missing + (absent_sets(experiment, cache_dir) if data_here else [])
+        missing += absent_sets(experiment, cache_dir) if data_here else []
+        return None, {}, missing + (absent_tasks(experiment) if data_here else [])
     fields: Any = {}
-    violations, saved = [], experiment.checkpoints is not None
+    violations = absent_tasks(experiment) if data_here else []
+    saved = experiment.checkpoints is not None
     try:
         fields = fields_of(open_split(experiment, "train", cache_dir, saved=saved), data)
     except ValueError as error:

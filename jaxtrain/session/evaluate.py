@@ -17,6 +17,7 @@ from jaxtrain.quantization.delayed import SCALES
 from jaxtrain.scoring.ended import WEIGHTS
 from jaxtrain.session.held_out import HeldOutRows
 from jaxtrain.session.held_out_sets import OWN, for_each, open_all
+from jaxtrain.session.tasks import EvaluatedTasks
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import placed
 from jaxtrain.step.state import TrainState, averaged_params
@@ -37,6 +38,7 @@ class Evaluator:
         self._bytes = cache(self._bytes_of)  # the same rows every time: read for it once
         self._dispatcher = ThreadPoolExecutor(1)
         self._sets: dict[str, HeldOutRows] = {}
+        self._tasks: EvaluatedTasks | None = None
         self._step: Any = None
         self._scales: Any = None
 
@@ -48,12 +50,13 @@ class Evaluator:
         batches: how many of the experiment's (largest) batch, from the start of the split; None for
         the whole split, each row once.
         """
+        self.open()
         params, values = self.params(state), {}
-        for name in self._opened():
+        for name in self._sets:
             end = f"/{name}" if name else ""
             of_set = self._evaluate(name, params, state.rest, batches)
             values |= {f"{metric}{end}": value for metric, value in of_set.items()}
-        return values
+        return values if self._tasks is None else values | self._tasks(params, state.rest)
 
     def _evaluate(self, name: str, params: Any, model_state: Any, batches: int | None) -> Values:
         held_out, placed_rows = self._sets[name], self._placed[name]
@@ -100,10 +103,18 @@ class Evaluator:
         """Waits until no evaluation runs: an interrupted call leaves its program running."""
         self._dispatcher.submit(int).result()
 
-    def open(self) -> None:
-        """Opens the held-out data; later calls do nothing. Raises ValueError if there is none, or
-        if it lacks fields that evaluations read."""
+    def open(self, *, tasks: bool = True) -> None:
+        """Opens the held-out data, and the tasks unless it is for losses alone; later calls do
+        nothing. Raises ValueError if there is no data, or if it lacks fields that evaluations read;
+        and where tasks cannot be evaluated."""
         self._opened()
+        evaluation = self._assembly.experiment.evaluation
+        if not tasks or self._tasks is not None or evaluation is None or evaluation.tasks is None:
+            return
+        vocabulary = getattr(self._sets[OWN].split, "vocabulary", None)
+        self._tasks = EvaluatedTasks(
+            evaluation.tasks, self._assembly, self._mesh, vocabulary, self._alone
+        )
 
     def _opened(self) -> dict[str, HeldOutRows]:
         if not self._sets:
@@ -142,6 +153,11 @@ class Evaluator:
         )
         rows = self._placed[OWN].rows(held_out.numbers(0, held_out.at_once))
         self._step = self._step.lower(*arguments, rows).compile(compiler_options=compiler_options)
+
+    def _alone(self, program: Any, *arguments: Any) -> Any:
+        """Returns the results of a program, which runs when no evaluation does."""
+        run = partial(program, *arguments)
+        return self._dispatcher.submit(lambda: jax.block_until_ready(run())).result()
 
     def _run(self, *arguments: Any) -> Any:
         """Runs one program at a time. Independent programs would run side by side, and simulated

@@ -199,7 +199,7 @@ def open_session(
         trace_loss(assembly)
     at_rest, evaluate = AtRest(assembly, mesh), Evaluator(assembly, mesh, cache_dir=cache_dir)
     if experiment.evaluation is not None and (held_out or experiment.objective is not None):
-        _open_held_out(evaluate, _metadata(checkpoints, start, begins))
+        _open_held_out(evaluate, _metadata(checkpoints, start, begins), held_out)
     if checkpoints is not None:
         shapes = natural_shapes(assembly)
         share_failure(lambda: checkpoints.check_space(shapes))  # last: it makes the directory
@@ -272,9 +272,9 @@ def _metadata(
     return checkpoints.manifest(start).metadata if checkpoints and start else {}
 
 
-def _open_held_out(evaluate: Evaluator, metadata: dict[str, Any]) -> None:
+def _open_held_out(evaluate: Evaluator, metadata: dict[str, Any], tasks: bool) -> None:
     """Opens the held-out data, and says so if its rows are not those of the save."""
-    evaluate.open()
+    evaluate.open(tasks=tasks)
     saved = {OWN: metadata.get("held_out")} | metadata.get("held_out_sets", {})
     for name, digest in evaluate.digests.items():
         if saved.get(name) not in (None, digest):

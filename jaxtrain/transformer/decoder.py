@@ -22,7 +22,7 @@ from jaxtrain.attention.rotary.rope import tables
 from jaxtrain.attention.rotary.scaling import Seq
 from jaxtrain.collectives.vary import Index
 from jaxtrain.losses.cross_entropy import HeadConfig, LossSums, cross_entropy, logits
-from jaxtrain.losses.preferences import local_segments, preference_sums
+from jaxtrain.losses.preferences import local_segments
 from jaxtrain.models.description import ABILITIES, ModelDescription
 from jaxtrain.models.layered import (
     Batch,
@@ -190,8 +190,8 @@ class Decoder(LayeredModel):
         comm: Communicator,
         loop: LayerLoop,
     ) -> LossSums:
-        """Sum of weighted negative log-likelihoods in nats, and of weights; with an objective that
-        of pairs (`losses.preferences`), for which batch also has `reference`.
+        """Sum of weighted negative log-likelihoods in nats, and of weights; with an objective its
+        sums, for which batch has more fields.
 
         batch: tokens, targets [rows, seq]; optional weights, positions, segments [rows, seq] and
         rows [rows], their global numbers. With recorded routing also places [rows, seq], the number
@@ -202,7 +202,7 @@ class Decoder(LayeredModel):
         name = "embedding" if self.config.tied else "head"
         config = replace(self.head_config, frozen=bool(comm.frozen_of({name: head}, "")))
         if self.objective is not None:
-            return preference_sums(self.objective, comm, x, head, batch, config)
+            return self.objective.sums(comm, x, head, batch, config)
         targets, weights = batch["targets"].reshape(-1), _token_weights(batch)
         rows = len(batch["tokens"])
         total = cross_entropy(comm, x, head, targets, weights, config, rows=rows)

@@ -32,7 +32,7 @@ def preference_violations(experiment: Experiment, described: ModelDescription | 
             f"{path} compares pairs of answers, and {type(getattr(data, 'source', data)).__name__} "
             f"has none; use data={EXAMPLE}, or preferences=None"
         )
-    if described is None or "preferences" not in described.can:
+    if described is None or "objective" not in described.can:
         violations.append(
             f"{path}: this model has no loss of pairs (its describe() names none of it in `can`); "
             "use preferences=None"

@@ -24,7 +24,8 @@ from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.whole import WholeDocuments
 from jaxtrain.inspection.opened import stored_model
 from jaxtrain.inspection.score import score_rows
-from jaxtrain.moe import Balance
+from jaxtrain.inspection.scorer import run_scorer
+from jaxtrain.moe import Balance, Capacity
 from jaxtrain.nn.communicator import Local
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.pipeline import evaluated_at_once
@@ -342,6 +343,65 @@ def test_a_score_is_the_loss_that_training_adds_up_to_the_bit(saved, name: str) 
         alone = alone[:, order].reshape(batch["weights"].shape)
         one = {**batch, "weights": jax.device_put(alone, batch["weights"].sharding)}
         assert float(evaluate(params, {}, one).loss) == losses[row, position]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_texts_that_share_rows_are_scored_as_if_alone(saved, name: str) -> None:
+    """By the logits of the model on one device, a text at a time; ids are likeliest by argmax."""
+    run, random = saved(name), np.random.default_rng(0)
+    texts = [random.integers(VOCAB, size=n).tolist() for n in [2, SEQ + 1, 3, *range(2, 9)] * 3]
+    scorer = run_scorer(run, mesh=jaxtrain.mesh_from_axes(**LAYOUTS[name]))
+    assert scorer.seq == SEQ
+    scores, model = scorer.score(texts), jaxtrain.load(run)
+    assert len(scores) == len(texts)
+    marks = []
+    for text, (log_probs, likeliest) in zip(texts, scores, strict=True):
+        logits = model.logits(jnp.asarray([text[:-1]]))[0]
+        expected = log_softmax(logits)[np.arange(len(text) - 1), text[1:]]
+        np.testing.assert_allclose(log_probs, expected, rtol=1e-5, atol=1e-6)
+        best = np.argmax(logits[:, :VOCAB], axis=1)
+        np.testing.assert_array_equal(likeliest, best == np.array(text[1:]))
+        marks += likeliest.tolist()
+    assert True in marks and False in marks
+    assert scorer.score([]) == []
+    (alone,) = scorer.score([[5]])
+    assert not len(alone.log_probs) and not len(alone.likeliest)
+
+
+def test_texts_do_not_compete_for_the_places_of_experts(tmp_path: Path) -> None:
+    """With a capacity the tokens of a row do: each text has a row of its own."""
+    experts = jaxtrain.MoeConfig(
+        hidden=8, experts=4, experts_per_token=2, capacity=Capacity(1.0, routing_group=SEQ)
+    )
+    block = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2, head_dim=4), experts)
+    experiment = jaxtrain.Experiment(
+        model=jaxtrain.DecoderConfig(vocab=VOCAB, embed=8, layers=1, period=(block,)),
+        data=BigramChain(vocab=VOCAB, seq=SEQ, successors=2),
+        optimizer=jaxtrain.AdamW(3e-2),
+        steps=1,
+        batch=4,
+        evaluation=None,
+        logging=jaxtrain.Logging(tensorboard=False),
+    )
+    trained(experiment, tmp_path / "run")
+    score, random = run_scorer(tmp_path / "run").score, np.random.default_rng(0)
+    texts = [random.integers(VOCAB, size=4).tolist() for _ in range(12)]
+    together = score(texts)
+    for text, of_text in zip(texts, together, strict=True):
+        np.testing.assert_array_equal(score([text])[0].log_probs, of_text.log_probs)
+
+
+def test_a_scorer_takes_averages_and_refuses_what_it_cannot_score(bpe, own, tmp_path) -> None:
+    run, ids = bpe[1], [3, 1, 4, 1, 5]
+    averaged, last = (run_scorer(run, averaged=a).score([ids])[0] for a in (None, False))
+    for scored, kind in ((averaged, None), (last, False)):
+        (expected,) = jaxtrain.score(run, [ids], averaged=kind)
+        np.testing.assert_allclose(scored.log_probs, expected.log_probs[1:], rtol=1e-5)
+    assert not np.allclose(averaged.log_probs, last.log_probs)
+    saves = jaxtrain.SavePolicy(every=1)
+    trained(replace(own, model=noted, steps=1, checkpoints=saves), tmp_path / "run")
+    with pytest.raises(ValueError, match="a function computes its loss itself, so"):
+        run_scorer(tmp_path / "run", trust=("tests", __name__))
 
 
 class NotedTable(Table):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.collectives.vary import vary
 from jaxtrain.context.methods import RingAttention
 from jaxtrain.losses.cross_entropy import HeadConfig, settings, token_losses
-from jaxtrain.losses.preferences import DPO, SUMS, _document_sums, preference_sums
+from jaxtrain.losses.preferences import DPO, SUMS, _document_sums
 from jaxtrain.mesh import sharding
 from jaxtrain.mesh.roles import roles_of
 from jaxtrain.models.description import OF_PAIRS
@@ -83,7 +83,7 @@ def test_values_and_gradients_equal_the_formulas(objective, chunk_tokens):
     config = HeadConfig(VOCAB, chunk_tokens=chunk_tokens)
 
     def loss(x, head):
-        sums = preference_sums(objective, Local(), x, head, batch, config)
+        sums = objective.sums(Local(), x, head, batch, config)
         return sums.loss, summed(sums)
 
     expected, dx, dhead = by_formula(x, head, batch, objective)
@@ -102,12 +102,12 @@ def test_a_model_that_is_its_reference_has_the_logarithm_of_two():
     targets = batch["targets"].reshape(-1, 1)
     losses = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, targets, 1)[:, 0]
     batch["reference"] = losses.reshape(ROWS, SEQ)
-    sums = preference_sums(DPO(), Local(), x, head, batch, HeadConfig(VOCAB))
+    sums = DPO().sums(Local(), x, head, batch, HeadConfig(VOCAB))
     np.testing.assert_allclose(sums.loss / sums.count, np.log(2), rtol=1e-5)
     config = HeadConfig(VOCAB)
     static = settings(Local(), config, targets[:, 0], ROWS)
     batch["reference"] = token_losses(static, x, head, targets[:, 0])[0].reshape(ROWS, SEQ)
-    alike = preference_sums(DPO(), Local(), x, head, batch, config)
+    alike = DPO().sums(Local(), x, head, batch, config)
     assert [float(alike.others[name]) for name in SUMS] == [0.0] * 4
     assert sums.count == by_formula(x, head, batch, DPO())[0][1] > 0
 
@@ -131,7 +131,7 @@ def test_split_over_the_vocabulary_and_rows(sizes, frozen):
 
         def loss(x, head):
             x = comm.tokens(x.reshape(-1, EMBED))
-            sums = preference_sums(DPO(), comm, x, head, batch, config)
+            sums = DPO().sums(comm, x, head, batch, config)
             return sums.loss, summed(sums)
 
         (_, sums), (dx, dhead) = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, head)
@@ -163,7 +163,7 @@ def test_a_long_row_takes_no_memory_of_its_length_squared():
     }
 
     def loss(x, head, batch):
-        return preference_sums(DPO(), Local(), x, head, batch, HeadConfig(VOCAB)).loss
+        return DPO().sums(Local(), x, head, batch, HeadConfig(VOCAB)).loss
 
     x, head = (jax.ShapeDtypeStruct((n, EMBED), jnp.float32) for n in (seq, VOCAB))
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, head, batch).compile()
