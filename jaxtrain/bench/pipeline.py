@@ -32,8 +32,8 @@ from jaxtrain.optim.optimizer import AdamW
 from jaxtrain.pipeline.analysis import bubble, cost
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.schedule import Costs, Schedule
+from jaxtrain.session.first_state import initialise
 from jaxtrain.session.rows import open_split
-from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.state import shardings

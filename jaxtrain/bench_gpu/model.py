@@ -26,7 +26,7 @@ from jaxtrain.program.roofline import roofline
 from jaxtrain.program.text import program_text
 from jaxtrain.quantization.delayed import Delayed
 from jaxtrain.quantization.recipe import Fp8Products
-from jaxtrain.session.session import initialise
+from jaxtrain.session.first_state import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import TrainState, shardings
 from jaxtrain.step.train_step import compile_step

@@ -22,8 +22,8 @@ from jaxtrain.optim.elementwise import SGD
 from jaxtrain.program.order import side_by_side
 from jaxtrain.program.text import program_text
 from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.first_state import initial_program
 from jaxtrain.session.rows import open_split
-from jaxtrain.session.session import initial_program
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order

@@ -39,10 +39,10 @@ class Minutes:
 @dataclass(frozen=True)
 class Best:
     """The `n` saves with the least `metric` (the greatest if `greatest`), of those that have it:
-    eval_loss or bits_per_byte (of a set of `Evaluation.sets`: eval_loss/code), of steps that are
-    both evaluated and saved. After the last step only where that evaluation is over as many batches
-    (`Evaluation.final_batches`) as the others. Where a resumed run evaluates over another number of
-    batches, the best of each number are kept."""
+    eval_loss or bits_per_byte (of a set of `Evaluation.sets`: eval_loss/code; of a task:
+    acc/hellaswag), of steps that are both evaluated and saved. After the last step only where that
+    evaluation is over as many batches (`Evaluation.final_batches`) as the others. Where a resumed
+    run evaluates over another number of batches, the best of each number are kept."""
 
     metric: str
     n: int = 1
@@ -74,7 +74,7 @@ class Keep:
                 'Keep(latest=3, every=1000, best=Best("eval_loss"))'
             )
 
-    def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
+    def select(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
         """Returns the saved steps to keep. steps: metrics of each saved step."""
         order = sorted(steps)
         chosen = set(order[-self.latest :])

@@ -72,8 +72,8 @@ class Retention:
 
     def _steps_to_keep(self, steps: list[int]) -> set[int]:
         if self.keep.best is None:
-            return self.keep.kept({s: {} for s in steps})
-        return self.keep.kept({s: self._metrics_of(s) for s in steps})
+            return self.keep.select({s: {} for s in steps})
+        return self.keep.select({s: self._metrics_of(s) for s in steps})
 
     def _path(self, step: int | None) -> Path | None:
         return None if step is None else self.directory / str(step)

@@ -142,7 +142,7 @@ def _calls(assembly: Assembly) -> dict[tuple[AttentionCall, Roles], None]:
     described, roles = assembly.described, assembly.roles
     outside = roles if assembly.pipeline is None else roles.outside_stack()
     places = [(block, roles) for block in described.period]
-    places += [(b, outside) for b in (*described.before.values(), *described.after.values())]
+    places += [(b, outside) for b in (*described.prefix.values(), *described.suffix.values())]
     return dict.fromkeys((call, found) for block, found in places for call in attentions(block))
 
 

@@ -49,7 +49,7 @@ def load(
     experiment = replace(stored.experiment, batch=spec.devices, microbatches=1)  # of no batch
     assembly, devices = replace(stored, experiment=experiment).on(spec)
     state = stored.state(AtRest(assembly, devices))
-    model = put_together(assembly.split.static, {**state.params, **state.ema, **state.rest})
+    model = put_together(assembly.split.static, {**state.params, **state.ema, **state.model_state})
     model.eval()
     return model
 

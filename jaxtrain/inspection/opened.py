@@ -129,11 +129,12 @@ def kept_vocabulary(run: Path, trust: Trust = ()) -> Vocabulary:
     return vocabulary
 
 
-def row_length(data: Any, run: Path) -> int:
+def row_length(data: object, run: Path) -> int:
     """Returns the tokens of a row of a run's data. Raises ValueError where it does not say."""
-    if not hasattr(data, "seq"):
+    seq = getattr(data, "seq", None)
+    if seq is None:
         raise ValueError(
             f"{type(data).__name__}, the data of {run}, does not say how long its rows are (seq); "
             "score rows of it, by jaxtrain.inspection.score_rows"
         )
-    return data.seq
+    return seq

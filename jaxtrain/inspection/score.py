@@ -167,7 +167,7 @@ def score_rows(
     parts = []
     for first in range(0, len(dataset), size):
         batch = placed.rows(np.minimum(np.arange(first, first + size), len(dataset)))
-        arguments = (params, state.rest, batch)
+        arguments = (params, state.model_state, batch)
         losses = np.asarray(step(*arguments))
         if first == 0 and assembly.description is None:
             _refuse_other_loss(losses, np.asarray(batch[weights]), float(total(*arguments).loss))

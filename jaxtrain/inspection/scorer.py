@@ -47,6 +47,6 @@ def run_scorer(
     params = Evaluator(assembly, devices, cache_dir=Path()).params(state)
 
     def score(texts: Sequence[Sequence[int]]) -> list[TokenScore]:
-        return scorer(params, state.rest, texts)
+        return scorer(params, state.model_state, texts)
 
     return RunScorer(score, seq)

@@ -62,7 +62,7 @@ def moved_buffers(
 ) -> frozenset[str]:
     """Buffers of operations whose outputs get gradients when the leaves `trained` are trained.
     These belong to the first block (or the stack) with a trained leaf, and to all later ones."""
-    paths = [*description.before, STACK, *description.after]
+    paths = [*description.prefix, STACK, *description.suffix]
     entering = any(
         named_by(k, description.entering_alone) or k in description.tied for k in trained
     )

@@ -42,7 +42,7 @@ class ModelDescription:
 
     embed: width of the residual stream. period: the blocks of a stack, in which they repeat
     `periods` times; their leaves are `period.0.<leaf in the block>` and so on, stacked on dim 0.
-    before, after: blocks beside the stack, by the path that begins their leaves' names.
+    prefix, suffix: blocks before and after the stack, by the path that begins their leaves' names.
     head: how it ends. lookups: tables that are split over the vocabulary, read by
     `Communicator.embed`, each once, and added up. tables: all leaves that are gathered each by
     itself, the head and the lookups among them. entering: what else is read before the stack, by
@@ -67,8 +67,8 @@ class ModelDescription:
     periods: int
     head: Head
     fields: Mapping[str, tuple[str | None, ...]]
-    before: Mapping[str, Block] = field(default_factory=dict)
-    after: Mapping[str, Block] = field(default_factory=dict)
+    prefix: Mapping[str, Block] = field(default_factory=dict)
+    suffix: Mapping[str, Block] = field(default_factory=dict)
     lookups: tuple[str, ...] = ("embedding",)
     tables: tuple[str, ...] = ()
     entering: tuple[str, ...] = ()
@@ -127,14 +127,14 @@ class ModelDescription:
     @property
     def blocks(self) -> dict[str, Block]:
         """Blocks by their paths, those of the period once."""
-        return {**self.before, **self.stacked, **self.after}
+        return {**self.prefix, **self.stacked, **self.suffix}
 
     def layers_at(self, path: str) -> range:
         """Numbers, in natural order, of the layers whose leaves begin with `path`."""
-        first, n = len(self.before), len(self.period)
+        first, n = len(self.prefix), len(self.period)
         if path in self.stacked:
             return range(first + [*self.stacked].index(path), first + n * self.periods, n)
-        outside = [*self.before, *self.after]
+        outside = [*self.prefix, *self.suffix]
         number = outside.index(path)
         number += 0 if number < first else n * self.periods
         return range(number, number + 1)
@@ -152,11 +152,11 @@ class ModelDescription:
     @property
     def layers(self) -> list[Block]:
         """Every layer's block, in natural order."""
-        return [*self.before.values(), *(self.period * self.periods), *self.after.values()]
+        return [*self.prefix.values(), *(self.period * self.periods), *self.suffix.values()]
 
     def enters(self, leaf: str) -> bool:
         """True if a leaf is read before the stack."""
-        return named_by(leaf, (*self.entering_alone, *self.before))
+        return named_by(leaf, (*self.entering_alone, *self.prefix))
 
     @property
     def entering_alone(self) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ class ModelDescription:
     @property
     def _counted(self) -> list[tuple[Block, int]]:
         """Blocks, with the number of layers of each."""
-        outside = [(block, 1) for block in (*self.before.values(), *self.after.values())]
+        outside = [(block, 1) for block in (*self.prefix.values(), *self.suffix.values())]
         return [*outside, *((block, self.periods) for block in self.period)]
 
 

@@ -8,6 +8,7 @@ memory, and reports it only in its log, if at all.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxtrain.attention.blockwise import Blockwise
@@ -27,17 +28,22 @@ from jaxtrain.moe.grouped import block_count, block_rows
 from jaxtrain.moe.megablox import Megablox
 from jaxtrain.moe.triton_blocks import TritonBlocks
 from jaxtrain.operations.attention import AttentionCall
-from jaxtrain.operations.block import attention_of, mixture_of, mixtures
+from jaxtrain.operations.block import attention_of, mixture_of, mixtures, operations
 from jaxtrain.operations.experts import ExpertCall
 from jaxtrain.operations.operation import Operation
 from jaxtrain.operations.recompute import outputs_again
 from jaxtrain.optim.optimizer import ELEMENTWISE, Adafactor, Lamb, Lars
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.running_kernels import asked_of, calls, expert_chunks, kernel_of, local_rows
+from jaxtrain.step.running_kernels import asked_of, expert_chunks, kernel_of, local_rows
 
 WITHOUT_PRODUCTS = (*ELEMENTWISE, Adafactor, Lamb, Lars)
 OPAQUE = (Cudnn, Triton, Splash, Megablox, TritonBlocks)
 """Kernels whose products no program shows."""
+
+
+def calls(assembly: Assembly) -> Iterator[Operation]:
+    """Operations of all layers, in order."""
+    return (call for block in assembly.described.layers for call in operations(block))
 
 
 def asked_flops(assembly: Assembly) -> float | None:
@@ -170,7 +176,7 @@ def _mixture_flops(assembly: Assembly, call: ExpertCall) -> float | None:
 def _for_outputs(assembly: Assembly) -> float:
     """FLOPs of mixtures in chunks, run once more for outputs that the remat policy reads."""
     model, total = assembly.described, 0.0
-    alone = (*model.before.values(), *model.after.values())
+    alone = (*model.prefix.values(), *model.suffix.values())
     for body, turns in [((block,), 1) for block in alone] + [(model.period, model.periods)]:
         in_body = [call for block in body for call in mixtures(block)]
         for call, again in zip(in_body, outputs_again(body, assembly.loop.remat), strict=True):

@@ -75,7 +75,7 @@ def why_not_predicted(assembly: Assembly) -> str | None:
         )
     entering = {k for k in assembly.places if assembly.described.enters(k)}
     partly = entering & assembly.frozen and entering - assembly.frozen
-    if assembly.pipeline is not None and assembly.described.before and partly:
+    if assembly.pipeline is not None and assembly.described.prefix and partly:
         return "what a pipeline with frozen leaves before it sends there is not predicted"
     return None
 

@@ -72,12 +72,12 @@ def works(facts: StepFacts) -> dict[str, list[tuple[BackwardWork, int]]]:
     model = facts.model
     below = facts.trains(*model.entering_alone)
     by_path: dict[str, list[tuple[BackwardWork, int]]] = {}
-    for path in model.before:
+    for path in model.prefix:
         by_path[path] = [(body_work(facts, [path], below=below), 1)]
         below = below or facts.trains(path)
     by_path[STACK] = stack_works(facts, model.periods, below=below)
     below = below or facts.trains(STACK)
-    for path in model.after:
+    for path in model.suffix:
         by_path[path] = [(body_work(facts, [path], below=below), 1)]
         below = below or facts.trains(path)
     return by_path

@@ -37,7 +37,7 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Yields the collectives of all microbatches, from the embedding to the gradients in the
     optimizer's split, without the sums over the axes on which a leaf is replicated."""
     microbatch = [*_entering(facts, p), *_leaving(facts, p)]
-    exits = facts.trains(*facts.model.entering_alone, *facts.model.before)
+    exits = facts.trains(*facts.model.entering_alone, *facts.model.prefix)
     if exits:
         microbatch += _exiting(facts, p)
     yield from times(microbatch, facts.microbatches)
@@ -89,15 +89,15 @@ def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Yields the collectives from ids to the first stage."""
     wide = facts.roles.outside_stack()
     yield from tokens.embedding_lookup(facts, wide)
-    yield from tokens.forward(facts, wide, facts.model.before.values())
-    yield from _maxima(facts, facts.model.before)
+    yield from tokens.forward(facts, wide, facts.model.prefix.values())
+    yield from _maxima(facts, facts.model.prefix)
     yield from _between(facts, p, "pipeline input", "all_gather")
 
 
 def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Yields the collectives of the gradients that leave the first stage. Blocks before it run
     forward again, except for unneeded values of the last one."""
-    wide, entry_blocks = facts.roles.outside_stack(), facts.model.before
+    wide, entry_blocks = facts.roles.outside_stack(), facts.model.prefix
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
     entry = expand(facts.model.entry, 0, 1, narrow=facts.narrow)
     if entry_blocks or any(node.input_reads or node.leaf_reads for node in entry):
@@ -114,7 +114,7 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
 
 def _leaving(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Yields the collectives from the last stage through head and loss, and back."""
-    wide, behind = facts.roles.outside_stack(), facts.model.after
+    wide, behind = facts.roles.outside_stack(), facts.model.suffix
     yield from _between(facts, p, "pipeline output", "reduce_scatter")
     yield from tokens.forward(facts, wide, behind.values())
     yield from _maxima(facts, behind)

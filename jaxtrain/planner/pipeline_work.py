@@ -143,12 +143,12 @@ def _outside(facts: StepFacts, flops: FlopFacts) -> tuple[float, float, float]:
     """Returns (needed, F again, remat) of the blocks before and after the pipeline, in a step.
     Those before it run forward again when their gradients are computed."""
     needed = again = remat = 0.0
-    for blocks in (facts.model.before, facts.model.after):
+    for blocks in (facts.model.prefix, facts.model.suffix):
         for path, block in blocks.items():
             needed += 3 * _all(flops, block)
             remat += _remat_flops(flops, (block,), body_work(facts, [path], below=True).recomputed)
-    if facts.model.before:
-        *earlier, last = facts.model.before.values()
+    if facts.model.prefix:
+        *earlier, last = facts.model.prefix.values()
         again += sum(_all(flops, block) for block in earlier)
         again += _needed(flops, (last,), facts.loop.remat)
     microbatches = facts.microbatches

@@ -53,7 +53,7 @@ def _weights(facts: StepFacts) -> Iterator[Sent]:
     """Yields the gathers of parameters that are split at rest, in each microbatch, and the scatters
     of their gradients. Leaves that are used together are sent together."""
     model, backward = facts.model, works(facts)
-    for prefix in (*model.tables, *model.before, *model.after, STACK):
+    for prefix in (*model.tables, *model.prefix, *model.suffix, STACK):
         stacked = prefix == STACK
         turns = model.periods if stacked else 1
         leaves = {k: v for k, v in facts.leaves.items() if named_by(k, (prefix,))}

@@ -169,7 +169,7 @@ class ReferenceModel:
         """Returns the losses of rows by their numbers, [rows, seq]."""
         assembly = self._assembly
         placed = assembly.placed(rows, self._mesh, evaluated_at_once(assembly))
-        losses = self._step(self._state.params, self._state.rest, placed.rows(numbers))
+        losses = self._step(self._state.params, self._state.model_state, placed.rows(numbers))
         losses = np.asarray(losses).reshape(len(numbers), -1)
         order = assembly.row_orders.get(self._weights)
         return losses if order is None else losses[:, np.argsort(order)]

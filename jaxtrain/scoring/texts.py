@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtrain.data.whole import RowPlan, plan_rows
 from jaxtrain.losses.token_scores import MARKS
 from jaxtrain.mesh.sharding import named_sharding
+from jaxtrain.notices import notice
 from jaxtrain.operations.block import mixtures
 from jaxtrain.scoring.ended import WEIGHTS, Ended
 from jaxtrain.scoring.score_step import make_token_step
@@ -48,7 +50,7 @@ class TextRows:
         self._plan = _one_a_row(places, seq) if apart else plan_rows(places, seq=seq)
         self._arrays = self._packed()
 
-    def open(self, split: str, *, seed: int, cache_dir: Any) -> TextRows:
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> TextRows:
         return self
 
     def __len__(self) -> int:
@@ -99,7 +101,8 @@ def run_now(program: Callable[..., Any], *arguments: Any) -> Any:
 class TextScorer:
     """Scores texts by a model on a mesh. assembly: with the fields of `TextRows` in its batches.
     All processes call it with the same texts. Raises ValueError for a model whose `leave` does not
-    honour `objective`. run: runs a program with its arguments, and returns its results."""
+    honour `objective`. program: compiled at the first call. run: runs a program with its arguments,
+    and returns its results."""
 
     def __init__(
         self, assembly: Assembly, mesh: jax.sharding.Mesh, run: Callable[..., Any] = run_now
@@ -118,7 +121,8 @@ class TextScorer:
         self._at_once = evaluated_at_once(assembly)
         self._size = self._at_once * assembly.largest_batch // assembly.experiment.microbatches
         step = make_token_step(assembly, mesh, WEIGHTS)
-        self._step: Any = jax.jit(step, out_shardings=named_sharding(mesh, ()))
+        self._step = jax.jit(step, out_shardings=named_sharding(mesh, ()))
+        self.program: jax.stages.Compiled | None = None
 
     def __call__(
         self,
@@ -134,7 +138,11 @@ class TextScorer:
         parts: list[list[np.ndarray]] = [[], []]
         for first in range(0, len(rows), self._size):
             numbers = np.minimum(np.arange(first, first + self._size), len(rows))
-            results = self._run(self._step, params, model_state, placed.rows(numbers))
+            arguments = (params, model_state, placed.rows(numbers))
+            if self.program is None:
+                notice("compiling the scores of texts")
+                self.program = self._step.lower(*arguments).compile()
+            results = self._run(self.program, *arguments)
             for part, values in zip(parts, results, strict=True):
                 part.append(np.asarray(values).reshape(self._size, -1))
         order = self._assembly.row_orders.get(WEIGHTS)
@@ -150,5 +158,5 @@ def assembled_for(assembly: Assembly, data: Any, fields: Any) -> Assembly:
     of their batches. Raises ValueError where the model's kernels do not take these rows."""
     e = assembly.experiment
     tuning = None if e.fine_tuning is None else replace(e.fine_tuning, preferences=None)
-    plain = replace(e, fine_tuning=tuning, data=data, evaluation=None)
+    plain = replace(e, fine_tuning=tuning, data=data, evaluation=None, checkpoints=None)
     return assemble(plain, assembly.spec, fields)

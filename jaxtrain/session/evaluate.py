@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -11,17 +12,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.models.scales import scales_of_weights
 from jaxtrain.notices import notice
 from jaxtrain.quantization.delayed import SCALES
 from jaxtrain.scoring.ended import WEIGHTS
 from jaxtrain.session.held_out import HeldOutRows
 from jaxtrain.session.held_out_sets import OWN, for_each, open_all
-from jaxtrain.session.tasks import EvaluatedTasks
+from jaxtrain.session.tasks import EvaluatedTasks, tasks_of
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import placed
 from jaxtrain.step.state import TrainState, averaged_params
 from jaxtrain.step.train_step import make_evaluation_step
+from jaxtrain.tasks.running import OpenTasks
 
 Values = dict[str, float]
 
@@ -54,9 +57,9 @@ class Evaluator:
         params, values = self.params(state), {}
         for name in self._sets:
             end = f"/{name}" if name else ""
-            of_set = self._evaluate(name, params, state.rest, batches)
+            of_set = self._evaluate(name, params, state.model_state, batches)
             values |= {f"{metric}{end}": value for metric, value in of_set.items()}
-        return values if self._tasks is None else values | self._tasks(params, state.rest)
+        return values if self._tasks is None else values | self._tasks(params, state.model_state)
 
     def _evaluate(self, name: str, params: Any, model_state: Any, batches: int | None) -> Values:
         held_out, placed_rows = self._sets[name], self._placed[name]
@@ -103,18 +106,18 @@ class Evaluator:
         """Waits until no evaluation runs: an interrupted call leaves its program running."""
         self._dispatcher.submit(int).result()
 
-    def open(self, *, tasks: bool = True) -> None:
+    def open(self, *, losses_alone: bool = False, tasks: OpenTasks | None = None) -> None:
         """Opens the held-out data, and the tasks unless it is for losses alone; later calls do
-        nothing. Raises ValueError if there is no data, or if it lacks fields that evaluations read;
-        and where tasks cannot be evaluated."""
+        nothing. tasks: the experiment's, None to open them. Raises ValueError if there is no data,
+        or if it lacks fields that evaluations read; and where tasks cannot be evaluated."""
         self._opened()
         evaluation = self._assembly.experiment.evaluation
-        if not tasks or self._tasks is not None or evaluation is None or evaluation.tasks is None:
-            return
-        vocabulary = getattr(self._sets[OWN].split, "vocabulary", None)
-        self._tasks = EvaluatedTasks(
-            evaluation.tasks, self._assembly, self._mesh, vocabulary, self._alone
-        )
+        has_tasks = evaluation is not None and evaluation.tasks is not None
+        if has_tasks and not losses_alone and self._tasks is None:
+            opened = tasks or share_failure(lambda: tasks_of(self._assembly.experiment))
+            vocabulary = getattr(self._sets[OWN].split, "vocabulary", None)
+            more = (self._assembly, self._mesh, vocabulary, self._alone)
+            self._tasks = EvaluatedTasks(opened, *more)
 
     def _opened(self) -> dict[str, HeldOutRows]:
         if not self._sets:
@@ -143,18 +146,23 @@ class Evaluator:
         """The compiled evaluation of a piece; None before the first call."""
         return self._step if isinstance(self._step, jax.stages.Compiled) else None
 
+    @property
+    def programs(self) -> list[jax.stages.Compiled | None]:
+        """All programs of a call, None for those that are not compiled yet."""
+        return [self.program] if self._tasks is None else [self.program, self._tasks.program]
+
     def compile(self, shardings: TrainState, compiler_options: dict[str, Any]) -> None:
         """Compiles now what the first call would compile, for a state with these shardings."""
         held_out, abstract = self._opened()[OWN], self._assembly.abstract
         arguments = jax.tree.map(
             placed,
-            (averaged_params(abstract), abstract.rest),
-            (averaged_params(shardings), shardings.rest),
+            (averaged_params(abstract), abstract.model_state),
+            (averaged_params(shardings), shardings.model_state),
         )
         rows = self._placed[OWN].rows(held_out.numbers(0, held_out.at_once))
         self._step = self._step.lower(*arguments, rows).compile(compiler_options=compiler_options)
 
-    def _alone(self, program: Any, *arguments: Any) -> Any:
+    def _alone(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the results of a program, which runs when no evaluation does."""
         run = partial(program, *arguments)
         return self._dispatcher.submit(lambda: jax.block_until_ready(run())).result()

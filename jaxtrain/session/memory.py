@@ -4,7 +4,7 @@ that ran out."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,18 +14,27 @@ import jax.numpy as jnp
 
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.mesh.sharding import Dims
+from jaxtrain.mesh.sharding import Dims, ways
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.state import bytes_per_device
 
 PARTS = {
     "params": ("params",),
     "optimizer": ("optimizer",),
-    "other": ("rest", "ema", "step", "loss_scale", "skipped", "residuals"),
+    "other": ("model_state", "ema", "step", "loss_scale", "skipped", "residuals"),
 }
 """Reported part -> fields of the train state."""
 OURS = "jaxtrain:"
 """Prefix of jaxtrain's notes on an error."""
+
+
+def bytes_per_device(tree: Any, splits: Any, sizes: Mapping[str, int]) -> int:
+    """Per-device bytes of the leaves of `tree`."""
+
+    def size(leaf: Any, split: Dims) -> int:
+        parts = math.prod(ways(d, sizes) for d in split)
+        return math.prod(leaf.shape) // parts * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, splits)))
 
 
 def argument_bytes(assembly: Assembly) -> dict[str, int]:

@@ -93,7 +93,7 @@ def restore_for_evaluation(at_rest: AtRest, manifest: Manifest, run: Path, step:
     DamagedCheckpoint, and ValueError where the step lacks one."""
     template = at_rest.template
     params = {k: leaf for k, leaf in template.params.items() if k not in template.ema}
-    parts = {"params": params, "rest": template.rest, "ema": template.ema}
+    parts = {"params": params, "rest": template.model_state, "ema": template.ema}
     names = named_leaves(parts)
     stored = {k: leaf for k, leaf in manifest.leaves.items() if k in names}
     slots = {k: order for k, order in at_rest.slots.items() if k in names}
@@ -101,4 +101,5 @@ def restore_for_evaluation(at_rest: AtRest, manifest: Manifest, run: Path, step:
     arrays = saves.restore_from(manifest._replace(leaves=stored), step, parts, slots)[0]
     number = jnp.int32(step)
     unused: Any = dict(optimizer=(), loss_scale=None, residuals={})
-    return replace(template, step=number, skipped=number * 0, **arrays, **unused)
+    read = dict(params=arrays["params"], model_state=arrays["rest"], ema=arrays["ema"])
+    return replace(template, step=number, skipped=number * 0, **read, **unused)

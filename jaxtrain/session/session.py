@@ -12,30 +12,31 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint.run_config import REFERENCE
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.cluster.agreement import from_first, share_failure
+from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.compression.sums import GuardReader, choose, program_key
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.stored import saved_differences
-from jaxtrain.mesh.compiler_options import SAME_BITS, option_violations
+from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
 from jaxtrain.mesh.spare_memory import spare_bytes
 from jaxtrain.notices import notice
-from jaxtrain.scoring.reference import ReferenceFile, ReferenceSource, set_references
+from jaxtrain.scoring.reference import ReferenceFile
 from jaxtrain.session.batches import Batches
 from jaxtrain.session.branch import Branch
 from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.first_state import initialise
 from jaxtrain.session.held_out_sets import OWN
 from jaxtrain.session.notes import starting
+from jaxtrain.session.references import give_references
 from jaxtrain.session.restore import restore_state
 from jaxtrain.session.rows import check_vocabulary, open_split
 from jaxtrain.session.skips import Skips, skips_from
+from jaxtrain.session.tasks import tasks_of
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of
-from jaxtrain.step.initial import initial_state
 from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.state import TrainState
@@ -46,11 +47,18 @@ from jaxtrain.weights.start import Start, settled_start, starting_params
 
 @dataclass
 class Session:
-    """State and programs of a training loop. Every step replaces `state` (its buffers are donated).
+    """A run opened on a mesh: its data, state and programs. `Result.session` is one.
 
-    `compiled` has one program for each batch size seen so far, and with compressed sums for each
-    `Choice`; a new one is compiled at its first step. `other_programs`: programs that run on the
-    state between steps.
+    assembly: the experiment as it lies on the mesh. mesh: of devices. shardings: of the leaves of
+      the state. dataset: the rows to train on. state: after the latest step; the next one donates
+      its buffers. start: steps done before this start. loader: gives the batches. evaluate: a
+      function of a state that returns the held-out metrics, over the first `batches` batches or all
+      (None). at_rest: how leaves of the state are ordered and split. compile_s: seconds that it
+      took to compile the step. compiled: the step's programs, one for each batch size seen so far,
+      with compressed sums for each `Choice`. other_programs: those that run between steps. begins:
+      where the starting parameters or the whole state are from, None if the run initialises them,
+      or resumed. guard: follows what compressed sums of gradients lose. phases: what the run is
+      doing, for its supervisor. dispatcher: the thread in which steps are dispatched.
     """
 
     assembly: Assembly
@@ -66,8 +74,6 @@ class Session:
     compiled: dict[Any, Any] = field(default_factory=dict)
     other_programs: list[jax.stages.Compiled] = field(default_factory=list)
     begins: Start | Branch | None = None
-    """Source of the starting parameters, or of the whole state; None if the run initialises them,
-    or resumed."""
     guard: GuardReader = field(default_factory=GuardReader)
     phases: Phases = field(default_factory=Phases)
     _latest = None  # the program of the latest step
@@ -76,6 +82,7 @@ class Session:
 
     @property
     def experiment(self) -> Experiment:
+        """The experiment, with the platform's kernels filled in."""
         return self.assembly.experiment
 
     @property
@@ -132,11 +139,12 @@ class Session:
         evaluates = self.experiment.evaluation is not None
         if self._latest is None or self.experiment.execution.health.replay is not None:
             return 0
-        if evaluates and self.evaluate.program is None:  # it may run before a copy has left
+        others = self.evaluate.programs if evaluates else []
+        if None in others:  # they may run before a copy has left
             return 0
         jax.block_until_ready(self.state)
-        programs = [*self.compiled.values(), *self.other_programs]
-        programs += [self.evaluate.program] if evaluates else []
+        of_evaluations = [program for program in others if program is not None]
+        programs = [*self.compiled.values(), *self.other_programs, *of_evaluations]
         return min(spare_bytes(self.mesh.local_devices, program) for program in programs)
 
     def go_back(self, state: TrainState, step: int, skips: Skips) -> None:
@@ -160,6 +168,7 @@ class Session:
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
     def close(self) -> None:
+        """Ends the threads that load batches and dispatch steps."""
         self.loader.close()
         self.dispatcher.shutdown()
 
@@ -181,28 +190,28 @@ def open_session(
     branch: where the run begins, until `checkpoints` have a step of its own. held_out: also open
     the held-out data, if the experiment evaluates. phases: records times.
     """
-    phases = phases or Phases()
-    phases.enter("open")
+    (phases := phases or Phases()).enter("open")
     assembly = assemble(experiment, spec, {})
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
-    options = dict(spec.compiler_options)
-    raise_violations(option_violations(options, mesh.devices.flat[0]), spec.where)
+    refused = option_violations(dict(spec.compiler_options), mesh.devices.flat[0])
+    raise_violations(refused, spec.where)
     start = (checkpoints.newest_whole() or 0) if checkpoints else 0
     begins = None if start else branch or settled_start(assembly)
     if isinstance(begins, Branch):
         start = begins.step
         share_failure(partial(begins.refuse_unfit, assembly))
         notice(begins.comparison(experiment))
+    tasks = share_failure(lambda: tasks_of(experiment)) if held_out else None
     dataset = _open_data(experiment, cache_dir, checkpoints, start, begins)
     assembly = replace(assembly, fields=fields_of(dataset, experiment.data))
     if assembly.description is None:
         trace_loss(assembly)
     at_rest, evaluate = AtRest(assembly, mesh), Evaluator(assembly, mesh, cache_dir=cache_dir)
     if experiment.evaluation is not None and (held_out or experiment.objective is not None):
-        _open_held_out(evaluate, _metadata(checkpoints, start, begins), held_out)
-    if checkpoints is not None:
-        shapes = natural_shapes(assembly)
-        share_failure(lambda: checkpoints.check_space(shapes))  # last: it makes the directory
+        evaluate.open(losses_alone=not held_out, tasks=tasks)
+        _note_other_rows(evaluate, _metadata(checkpoints, start, begins))
+    if checkpoints is not None:  # last: it makes the directory
+        share_failure(partial(checkpoints.check_space, natural_shapes(assembly)))
     phases.enter("compile")
     notice("compiling the step" + (f", restoring step {start}" if start else ""))
     began = time.perf_counter()
@@ -215,7 +224,7 @@ def open_session(
         program = compiling.result()
     compile_s = time.perf_counter() - began
     with phases.within("open"):
-        files = _set_references(at_rest, dataset, evaluate, checkpoints, begins, state, start)
+        files = give_references(at_rest, dataset, evaluate, checkpoints, begins, state, start)
         skips = _skips(experiment, checkpoints, start, begins, dataset)
         loader = Batches(assembly, mesh, dataset, start, skips)
     fields = (dataset, state, start, loader, evaluate, at_rest, compile_s)
@@ -272,9 +281,8 @@ def _metadata(
     return checkpoints.manifest(start).metadata if checkpoints and start else {}
 
 
-def _open_held_out(evaluate: Evaluator, metadata: dict[str, Any], tasks: bool) -> None:
-    """Opens the held-out data, and says so if its rows are not those of the save."""
-    evaluate.open(tasks=tasks)
+def _note_other_rows(evaluate: Evaluator, metadata: dict[str, Any]) -> None:
+    """Says so if held-out rows are not those of the save."""
     saved = {OWN: metadata.get("held_out")} | metadata.get("held_out_sets", {})
     for name, digest in evaluate.digests.items():
         if saved.get(name) not in (None, digest):
@@ -339,62 +347,3 @@ def _first_state(
             return restore_state(at_rest, checkpoints, start), start
     loaded = starting_params(at_rest, begins)
     return initialise(at_rest.assembly, at_rest.shardings, loaded), 0
-
-
-def _set_references(
-    at_rest: AtRest,
-    dataset: Any,
-    evaluate: Evaluator,
-    checkpoints: Checkpoints | None,
-    begins: Start | Branch | None,
-    state: TrainState,
-    start: int,
-) -> list[ReferenceFile]:
-    """Gives training and held-out rows the losses in the first model, for a loss of pairs. That of
-    a branch is that of the run that it is of, if it has one, else what the branch begins with. A
-    run that has taken no step computes them: what it keeps may be of other weights."""
-    if at_rest.assembly.experiment.objective is None:
-        return []
-    is_branch = isinstance(begins, Branch)
-    run = None if checkpoints is None else checkpoints.directory.parent
-    if isinstance(begins, Branch):
-        run = begins.run if from_first(begins.keeps_reference) else None
-    is_first = start == 0 or (is_branch and run is None)
-    folder = None if is_first or run is None else run / REFERENCE
-    first = partial(_first_model, at_rest, state if is_first else None)
-    held_out = {f"held-out {name}".rstrip(): rows for name, rows in evaluate.splits.items()}
-    step = begins.step if isinstance(begins, FromRun) else None
-    source = ReferenceSource(folder, not is_branch, first, step)
-    return set_references(at_rest.assembly, at_rest.mesh, {"training": dataset, **held_out}, source)
-
-
-def _first_model(at_rest: AtRest, state: TrainState | None, step: int | None) -> TrainState:
-    """Returns the state that a run began with: `state`, or where that is None one made anew. step:
-    of the run that its start names, None for the one that it names."""
-    if state is not None:
-        return state
-    loaded = starting_params(at_rest, settled_start(at_rest.assembly, step))
-    return initialise(at_rest.assembly, at_rest.shardings, loaded)
-
-
-def initialise(
-    assembly: Assembly, shardings: TrainState, loaded: dict[str, jax.Array] | None = None
-) -> TrainState:
-    """Returns the initial state on its devices; the same bits on every mesh. loaded: starting
-    parameters, in their at-rest sharding; they are donated."""
-    return initial_program(assembly, shardings)(loaded or {})
-
-
-def initial_program(assembly: Assembly, shardings: TrainState) -> Any:
-    """The jitted function of `initialise`, from loaded parameters to the state; on CPU compiled so
-    that its bits do not depend on how a leaf is split."""
-
-    def make(loaded: dict[str, jax.Array]) -> TrainState:
-        e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
-        layout = None if assembly.pipeline is None else assembly.pipeline.layout
-        more: Any = dict(derivative=assembly.first_derivative)
-        return initial_state(e, assembly.transform, assembly.parts, layout, trained, loaded, **more)
-
-    on_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
-    options = SAME_BITS if on_cpu else {}
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0, compiler_options=options)

@@ -16,28 +16,45 @@ from jaxtrain.scoring.texts import TextRows, TextScorer, TokenScore, assembled_f
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.batches import fields_of
 from jaxtrain.tasks.running import OpenTasks
-from jaxtrain.tasks.tasks import Tasks
+from jaxtrain.tokenizers import Vocabulary
+from jaxtrain.validation.experiment import is_of_task
 
 
 class EvaluatedTasks:
-    """Tasks for the model of an experiment on a mesh. vocabulary: of its data. Raises ValueError as
-    `OpenTasks` does, for data that is no text, and for a model that computes its loss itself. run:
-    as `TextScorer` has it. All processes make it."""
+    """Tasks for the model of an experiment on a mesh. vocabulary: of its held-out rows. run: as
+    `TextScorer` has it. Raises ValueError where texts of the tasks do not fit rows, for a metric
+    that saves are kept by and no task has, and for a model that computes its loss itself. All
+    processes make it."""
 
     def __init__(
         self,
-        tasks: Tasks,
+        tasks: OpenTasks | None,
         assembly: Assembly,
         mesh: jax.sharding.Mesh,
-        vocabulary: Any,
+        vocabulary: Vocabulary | None,
         run: Callable[..., Any],
     ) -> None:
-        data = assembly.experiment.data
-        self._tasks = share_failure(partial(open_tasks, tasks, data, vocabulary))
-        rows: Any = TextRows([], data.seq)
+        assert tasks is not None, "the experiment has tasks"
+        assert vocabulary is not None, "data with a `vocabulary` has rows with one"
+        self._tasks, self._vocabulary = tasks, vocabulary
+        self._seq = assembly.experiment.data.seq
+        share_failure(partial(self._rehearse, assembly.experiment))
+        rows: Any = TextRows([], self._seq)
         of_texts = assembled_for(assembly, rows, fields_of(rows, rows))
         self._scorer = TextScorer(of_texts, mesh, run)
-        self._vocabulary, self._seq = vocabulary, data.seq
+
+    def _rehearse(self, experiment: Experiment) -> None:
+        metrics, policy = self._tasks.rehearse(self._vocabulary, self._seq), experiment.checkpoints
+        best = None if policy is None else policy.keeping.best
+        if best is not None and is_of_task(best.metric) and best.metric not in metrics:
+            raise ValueError(
+                f"checkpoints.keep.best.metric={best.metric!r}; the tasks have {', '.join(metrics)}"
+            )
+
+    @property
+    def program(self) -> jax.stages.Compiled | None:
+        """The program that scores texts; None before the first call."""
+        return self._scorer.program
 
     def __call__(
         self, params: Mapping[str, Any], model_state: Mapping[str, Any]
@@ -52,35 +69,30 @@ class EvaluatedTasks:
         return self._tasks.metrics(HarnessModel(self._vocabulary, self._seq, score))
 
 
-def open_tasks(tasks: Tasks, data: Any, vocabulary: Any) -> OpenTasks:
-    """Returns tasks whose texts can be scored in rows of the data. Raises ValueError for others,
-    and for data that is no text."""
-    if vocabulary is None or not hasattr(data, "seq"):
-        raise ValueError(_no_text(data))
-    opened = OpenTasks(tasks)
-    opened.rehearse(vocabulary, data.seq)
-    return opened
+def tasks_of(experiment: Experiment) -> OpenTasks | None:
+    """Returns the tasks of an experiment's evaluations, with their data; None without. Raises
+    ValueError as `OpenTasks` does, and for data that is no text."""
+    evaluation, data = experiment.evaluation, experiment.data
+    if evaluation is None or evaluation.tasks is None:
+        return None
+    if not hasattr(data, "vocabulary") or not hasattr(data, "seq"):
+        raise ValueError(
+            f"evaluation.tasks are texts, and {type(data).__name__} has no tokenizer; use "
+            "evaluation.tasks=None, or TextData"
+        )
+    try:
+        return OpenTasks(evaluation.tasks)
+    except ValueError as error:
+        raise ValueError(f"evaluation.tasks: {error}") from error
 
 
 def absent_tasks(experiment: Experiment) -> list[str]:
-    """Returns why an experiment's tasks cannot be evaluated, as far as no tokenizer is needed."""
-    evaluation, data = experiment.evaluation, experiment.data
-    if evaluation is None or evaluation.tasks is None:
-        return []
-    if not hasattr(data, "vocabulary"):
-        return [_no_text(data)]
+    """Returns the refusal of `tasks_of`, [] if it has none."""
     try:
-        OpenTasks(evaluation.tasks)
+        tasks_of(experiment)
     except ValueError as error:
-        return [f"evaluation.tasks: {error}"]
+        return [str(error)]
     return []
-
-
-def _no_text(data: Any) -> str:
-    return (
-        f"evaluation.tasks are texts, and {type(data).__name__} has no tokenizer; use "
-        "evaluation.tasks=None, or TextData"
-    )
 
 
 def refuse_other_texts(texts: Sequence[Sequence[int]]) -> None:

@@ -52,7 +52,7 @@ def initial_state(
         step=jnp.zeros((), jnp.int32),
         params=params,
         optimizer=transform.init(moved),
-        rest=split.model_state,
+        model_state=split.model_state,
         ema=moved if experiment.ema_decay is not None else {},
         loss_scale=() if scale is None else scale.init(),
         skipped=jnp.zeros((), jnp.int32),

@@ -38,7 +38,7 @@ def trace_loss(assembly: Assembly) -> None:
         name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
         for name, leaf in assembly.abstract_batch().items()
     }
-    params, model_state = assembly.abstract.params, assembly.abstract.rest
+    params, model_state = assembly.abstract.params, assembly.abstract.model_state
     loss = assembly.with_matmul_precision(make_loss(assembly, None))
     jax.eval_shape(loss, params, model_state, batch, jax.eval_shape(lambda: jax.random.key(0)))
     jax.eval_shape(lambda *arrays: loss(*arrays, None), params, model_state, batch)

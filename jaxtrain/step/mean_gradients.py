@@ -70,7 +70,7 @@ def make_mean_gradients(
     ) -> MeanGradients:
         params = with_grad_scale(state.params, buffers.tallies, scale)
         residuals = usable_codec_state(state.residuals)
-        summed = sums(params, state.rest, batch, key, scale, residuals)
+        summed = sums(params, state.model_state, batch, key, scale, residuals)
         trained = without_buffers(summed.grads, buffers)
         count = jnp.where(summed.sums.count > 0, summed.sums.count, 1.0)
         grads, exact = jax.tree.map(lambda g: g / (count * scale), (trained, summed.exact))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jaxtrain.operations.block import (
     attention_of,
     attentions,
     mixture_of,
-    operations,
 )
 from jaxtrain.operations.experts import ExpertCall
 from jaxtrain.operations.operation import Operation
@@ -92,11 +91,6 @@ def expert_chunks(assembly: Assembly, call: ExpertCall) -> int:
     """Number of parts of a device's tokens that are sent to their experts one after another."""
     rows, seq = local_rows(assembly)
     return chunk_count(rows * seq, assembly.experiment.execution.expert_chunk, call.routing_group)
-
-
-def calls(assembly: Assembly) -> Iterator[Operation]:
-    """Operations of all layers, in order."""
-    return (call for block in assembly.described.layers for call in operations(block))
 
 
 def local_rows(assembly: Assembly) -> tuple[int, int]:

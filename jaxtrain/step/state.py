@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.tree_util import GetAttrKey
 
 from jaxtrain.compression.residuals import CompressedLeaf, residual_axes, residual_splits
-from jaxtrain.mesh.sharding import Dims, Leaf, named_sharding, ways
+from jaxtrain.mesh.sharding import Leaf, named_sharding
 from jaxtrain.optim.gradients import ema_update
 from jaxtrain.optim.optimizer import state_axes
 
 Arrays = dict[str, Any]
 
+STORED = {"model_state": "rest"}  # fields that checkpoints know by another name
 
-@jax.tree_util.register_dataclass
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class TrainState:
-    """step counts finished steps, skipped ones included; `skipped` those whose gradient was not
-    finite. optimizer: state for the trained parameters. rest: a user model's BatchStat, RngState
-    and the like. ema: averaged weights of the trained parameters, or {}. residuals: state of
-    compressed sums (`residuals.py`), or {}."""
+    """State of a run: a tree of arrays that a step reads and writes, split over the mesh as
+    `Experiment.sharding` says. Layers of the stack are stacked in one array.
+
+    step: finished steps, skipped ones included. params: parameters by their paths, such as
+    period.0.attention.query. optimizer: its state for the trained parameters. model_state: what
+    else a model of one's own keeps, such as BatchStat and RngState, by path. ema: averaged weights
+    of the trained parameters, {} without. loss_scale: None without one. skipped: steps whose
+    gradient was not finite, which changed no parameter. residuals: state of compressed sums of
+    gradients, {} without."""
 
     step: jax.Array
     params: Arrays
     optimizer: Any
-    rest: Arrays
+    model_state: Arrays
     ema: Arrays
     loss_scale: Any
     skipped: jax.Array
     residuals: Any = field(default_factory=dict)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[GetAttrKey, Any]], None]:
+        return [(GetAttrKey(STORED.get(k, k)), part) for k, part in vars(self).items()], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, parts: Iterable[Any]) -> TrainState:
+        return cls(*parts)
 
 
 def averaged_params(state: TrainState) -> Arrays:
@@ -83,7 +97,7 @@ def _for_each_leaf(
         step=replicated,
         params=params,
         optimizer=state_axes(abstract.optimizer, axes, optimizer),
-        rest={k: ((),) * len(leaf.shape) for k, leaf in abstract.rest.items()},
+        model_state={k: ((),) * len(leaf.shape) for k, leaf in abstract.model_state.items()},
         ema={k: params[k] for k in abstract.ema},
         loss_scale=jax.tree.map(lambda leaf: (), abstract.loss_scale),
         skipped=replicated,
@@ -94,13 +108,3 @@ def _for_each_leaf(
 def shardings(abstract: TrainState, splits: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     """A NamedSharding for every leaf of the state."""
     return jax.tree.map(lambda leaf, split: named_sharding(mesh, split), abstract, splits)
-
-
-def bytes_per_device(tree: Any, splits: Any, sizes: Mapping[str, int]) -> int:
-    """Per-device bytes of the leaves of `tree`."""
-
-    def size(leaf: Any, split: Dims) -> int:
-        parts = math.prod(ways(d, sizes) for d in split)
-        return math.prod(leaf.shape) // parts * leaf.dtype.itemsize
-
-    return sum(jax.tree.leaves(jax.tree.map(size, tree, splits)))

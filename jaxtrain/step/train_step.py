@@ -114,14 +114,14 @@ def next_state(
     ones, but for the state of a reducer's guard: its sums may be the cause. params: trained ones
     and scales."""
     old = {k: state.params[k] for k in params}
-    previous = (old, state.optimizer, state.rest, state.ema, codec_state(state.residuals))
+    previous = (old, state.optimizer, state.model_state, state.ema, codec_state(state.residuals))
     updated = (params, optimizer, new.model_state, ema, new.codec_state)
     params, optimizer, model_state, ema, residuals = select_if_finite(finite, updated, previous)
     return TrainState(
         step=state.step + 1,
         params={**state.params, **params},
         optimizer=optimizer,
-        rest=model_state,
+        model_state=model_state,
         ema=ema,
         loss_scale=assembly.next_scale(state.loss_scale, finite),
         skipped=state.skipped + ~finite,

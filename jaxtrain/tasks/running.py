@@ -53,9 +53,10 @@ class OpenTasks:
         self._texts = ", ".join(names)
         self._loaded = loaded
 
-    def rehearse(self, vocabulary: Vocabulary, seq: int) -> None:
-        """Evaluates a model of no probabilities. Raises ValueError where texts of the tasks cannot
-        be made, or not be scored in rows of `seq` ids."""
+    def rehearse(self, vocabulary: Vocabulary, seq: int) -> list[str]:
+        """Evaluates a model of no probabilities, and returns the names of the metrics. Raises
+        ValueError where texts of the tasks cannot be made, or not be scored in rows of `seq`
+        ids."""
         from jaxtrain.tasks.language_model import HarnessModel
 
         def zeros(texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -64,11 +65,11 @@ class OpenTasks:
 
         try:
             with told_to(lambda text: None):
-                self.metrics(HarnessModel(vocabulary, seq, zeros))
+                return [*self.metrics(HarnessModel(vocabulary, seq, zeros))]
         except Exception as error:  # of prompts and metrics of all kinds
             raise ValueError(f"the tasks {self._texts} cannot be evaluated: {error}") from error
 
-    def metrics(self, model: Any) -> dict[str, float]:
+    def metrics(self, model: object) -> dict[str, float]:
         """Returns metrics by name/task. model: a `HarnessModel`."""
         import lm_eval  # type: ignore[import-not-found]
 

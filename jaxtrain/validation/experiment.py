@@ -210,6 +210,12 @@ def _kernel_like(kernel: Any) -> str:
     return next((call for call in kernels if call[:-2].lower() in name), kernels[1])
 
 
+def is_of_task(metric: str) -> bool:
+    """Returns True for the name of a metric that is of no held-out rows."""
+    name, _, task = metric.partition("/")
+    return bool(task) and name not in METRICS
+
+
 def _best_violations(experiment: Experiment) -> list[str]:
     policy = experiment.checkpoints
     best = policy.keeping.best if policy is not None else None
@@ -220,6 +226,10 @@ def _best_violations(experiment: Experiment) -> list[str]:
     ends = ("", *(f"/{name}" for name in experiment.evaluation.named_sets))
     values = [f"{metric}{end}" for end in ends for metric in METRICS]
     if best.metric not in values:
+        if experiment.evaluation.tasks is not None:
+            if is_of_task(best.metric):
+                return []  # which ones there are the harness says
+            values.append("a task's, such as acc/hellaswag")
         metrics = " or ".join(values)
         return [f"checkpoints.keep.best.metric={best.metric!r}; an evaluation has {metrics}"]
     without_bytes = {"tokens of a BigramChain stand": isinstance(experiment.data, BigramChain)}

@@ -104,5 +104,5 @@ def _attends_outside_the_stack(experiment: Experiment) -> bool:
     model = described_where_sound(experiment)
     if model is None:
         return False
-    outside = (*model.before.values(), *model.after.values())
+    outside = (*model.prefix.values(), *model.suffix.values())
     return any(True for block in outside for _ in attentions(block))

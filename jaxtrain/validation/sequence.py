@@ -86,7 +86,7 @@ def _heads(
     attention. Outside a pipeline its heads are split over the stages too. Heads that do not split
     are reported elsewhere."""
     roles = roles_of(rules.activations, sizes)
-    outside = (*model.before.values(), *model.after.values())
+    outside = (*model.prefix.values(), *model.suffix.values())
     parts: dict[Heads, AttentionCall] = {}
     for blocks, split in ((model.period, roles), (outside, roles.outside_stack())):
         of_q, of_k = ways(split.heads, sizes), ways(split.kv_heads, sizes)

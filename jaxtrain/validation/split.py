@@ -15,7 +15,7 @@ def unsplit(
 ) -> list[str]:
     """Returns violations: operations that do not split over their mesh axes, each with a remedy."""
     outside = _in_use(rules.of(("embed",), sizes), sizes)
-    blocks = (*model.before.values(), *model.after.values())
+    blocks = (*model.prefix.values(), *model.suffix.values())
     prefix = "prefix and suffix, split over stage too: "
     violations = _of_blocks(blocks, outside, sizes, prefix)
     table = _in_use(rules, sizes)

@@ -142,7 +142,7 @@ def test_what_is_kept(seed: int) -> None:
         steps[step] = {} if value is None else {"eval_loss": value}
     latest, every, n = draw.randint(1, 4), draw.choice([None, 10]), draw.randint(1, 3)
     greatest = draw.random() < 0.5
-    kept = Keep(latest, every, Best("eval_loss", n, greatest)).kept(steps)
+    kept = Keep(latest, every, Best("eval_loss", n, greatest)).select(steps)
     order = sorted(steps)
     assert set(order[-latest:]) <= kept
     rated = [s for s in order if math.isfinite(steps[s].get("eval_loss", math.nan))]
@@ -172,8 +172,8 @@ def test_the_best_are_those_of_every_number_of_batches_alone(seed: int) -> None:
     keep, alone = Keep(1, best=Best("eval_loss", n, seed % 3 == 0)), {100}
     for batches in (None, 0, 8):
         alike = {s: m for s, m in steps.items() if m.get(EVALUATED_BATCHES) == batches}
-        alone |= keep.kept({**alike, 100: {}})
-    assert keep.kept(steps) == alone
+        alone |= keep.select({**alike, 100: {}})
+    assert keep.select(steps) == alone
     assert len(alone) == 1 + 3 * n
 
 

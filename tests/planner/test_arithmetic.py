@@ -21,10 +21,10 @@ from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.moe import Megablox, TritonBlocks
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.operations.experts import ExpertCall
-from jaxtrain.planner.arithmetic import asked_flops, least_kernel_flops, opaque_flops
+from jaxtrain.planner.arithmetic import asked_flops, calls, least_kernel_flops, opaque_flops
 from jaxtrain.program.collectives import dot_flops
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
-from jaxtrain.step.running_kernels import calls, expert_chunks
+from jaxtrain.step.running_kernels import expert_chunks
 from jaxtrain.step.state import shardings
 from jaxtrain.step.train_step import compile_step
 

@@ -102,7 +102,7 @@ def test_bytes_are_those_of_the_arrays_on_every_device(
     mesh = active_mesh(make_mesh(spec), assembly.sizes)
     where = shardings(assembly.abstract, assembly.splits, mesh)
     state = initialise(assembly, where)
-    others = (state.rest, state.ema, state.step, state.loss_scale, state.skipped)
+    others = (state.model_state, state.ema, state.step, state.loss_scale, state.skipped)
     for device in mesh.devices.flat:
         assert held_by(device, state.params) == report.bytes_per_device["params"]
         assert held_by(device, state.optimizer) == report.bytes_per_device["optimizer"]
@@ -278,10 +278,10 @@ def test_a_users_own_state_is_weighed() -> None:
     report = jaxtrain.check(ROOT / "experiments/own_module.py", ROOT / "meshes/cpu_8.toml")
     averages = sum(
         math.prod(leaf.shape) * 4
-        for name, leaf in report.assembly.abstract.rest.items()
+        for name, leaf in report.assembly.abstract.model_state.items()
         if name.endswith(("norm.mean", "norm.var"))
     )
-    keys = sum(name.endswith("rngs.key") for name in report.assembly.abstract.rest)
+    keys = sum(name.endswith("rngs.key") for name in report.assembly.abstract.model_state)
     assert averages == 6 * 2 * 128 * 4 and keys == 6
     assert report.bytes_per_device["other"] == averages + keys * (8 + 4) + 8
 

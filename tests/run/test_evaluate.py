@@ -21,8 +21,8 @@ from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.scoring.ended import Ended
 from jaxtrain.session import session
 from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.first_state import initialise
 from jaxtrain.session.rows import open_split
-from jaxtrain.session.session import initialise
 from jaxtrain.step.assembly import assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.state import TrainState, shardings

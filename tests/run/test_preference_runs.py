@@ -291,7 +291,8 @@ def test_a_held_out_set_that_comes_later_is_compared_with_the_same_model(
 
 def test_a_start_does_not_trust_what_an_earlier_start_kept(folder: Path, tmp_path: Path) -> None:
     """A start that ended before its first save may have had other weights."""
-    experiment = replace(tuned(folder), steps=1, checkpoints=SavePolicy(every=5))
+    keep = jaxtrain.checkpoint.Keep(best=jaxtrain.checkpoint.Best("eval_loss"))
+    experiment = replace(tuned(folder), steps=1, checkpoints=SavePolicy(every=5, keep=keep))
     train(experiment, tmp_path / "a", folder)
     shutil.copytree(tmp_path / "a" / REFERENCE, tmp_path / "b" / REFERENCE)
     again = replace(tuned(folder), fine_tuning=FineTuning(preferences=DPO(0.5)))

@@ -78,7 +78,7 @@ def unplaced(make: Callable[[nnx.Rngs], nnx.Module]) -> Any:
 def rest_of(result: jaxtrain.Result) -> dict[str, np.ndarray]:
     """The state that is not parameters, keys as their data."""
     assert result.session is not None
-    return {name: as_numbers(leaf) for name, leaf in result.session.state.rest.items()}
+    return {name: as_numbers(leaf) for name, leaf in result.session.state.model_state.items()}
 
 
 def as_numbers(leaf: jax.Array) -> np.ndarray:
@@ -119,8 +119,8 @@ def test_statistics_are_of_the_global_microbatch(microbatches: int, opened: Any)
         mean = MOMENTUM * mean + (1 - MOMENTUM) * x.mean(0)
         var = MOMENTUM * var + (1 - MOMENTUM) * x.var(0)
     session.step(batch)
-    np.testing.assert_allclose(session.state.rest["norm.mean"], mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(session.state.rest["norm.var"], var, rtol=1e-5)
+    np.testing.assert_allclose(session.state.model_state["norm.mean"], mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(session.state.model_state["norm.var"], var, rtol=1e-5)
 
 
 def test_resumed_is_equal_to_the_bit(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_held_out_loss_is_that_of_the_module_after_eval(tmp_path: Path) -> None:
 
     plain = unplaced(net)
     split = take_apart(plain)
-    plain = put_together(split.static, {**state.params, **state.rest})
+    plain = put_together(split.static, {**state.params, **state.model_state})
     rows = given.data.open("held_out", seed=given.seed, cache_dir=tmp_path).rows(np.arange(ROWS))
     for mode, is_same in ((plain.eval, True), (plain.train, False)):
         mode()
@@ -164,7 +164,7 @@ def test_a_skipped_step_leaves_averages_and_keys_as_they_were(
     rests = []
     for _ in range(3):
         metrics = stepped(session)
-        rests.append({name: as_numbers(leaf) for name, leaf in session.state.rest.items()})
+        rests.append({name: as_numbers(leaf) for name, leaf in session.state.model_state.items()})
     first, skipped, third = rests
     assert metrics["skipped"] == 1
     for name in first:

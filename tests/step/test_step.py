@@ -37,7 +37,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 def kept(state: Any) -> list[np.ndarray]:
     """What a skipped step must leave to the bit."""
-    return values((state.params, state.optimizer, state.rest, state.ema))
+    return values((state.params, state.optimizer, state.model_state, state.ema))
 
 
 MESHES = [{}, {"fsdp": 2, "tensor": 2}]
@@ -306,5 +306,5 @@ def test_evaluation_checks_replication_as_training_does(
     mesh = jax.sharding.Mesh(devices, ("data", "fsdp", "tensor"))
     step = make_evaluation_step(assembly, active_mesh(mesh, assembly.sizes))
     state = assembly.abstract
-    traced = jax.make_jaxpr(step)(state.params, state.rest, assembly.abstract_batch())
+    traced = jax.make_jaxpr(step)(state.params, state.model_state, assembly.abstract_batch())
     assert f"check_vma={check_vma}" in str(traced)

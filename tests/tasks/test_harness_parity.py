@@ -18,6 +18,7 @@ from harness_tasks import TOKENIZER, train_words, words_experiment, write_tasks
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.checkpoint import Best, Keep
 from jaxtrain.data import TokenizerFile
 from jaxtrain.inspection import evaluate_tasks, harness_model
 from jaxtrain.tasks import Tasks
@@ -203,6 +204,27 @@ def test_parity_of_the_command(run: Path, folder: Path, metrics: Any, capsys: An
     assert cli.main(["evaluate", str(run), "--tasks", "animals", *one]) == 0
     limited = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert limited["acc/animals"] in (0.0, 1.0)
+
+
+def test_parity_of_saves_that_are_kept_by_a_task(folder: Path, tmp_path: Path) -> None:
+    tasks = Tasks(("last_words",), folder=str(folder))
+    best = Best("perplexity/last_words")
+    saves = jaxtrain.SavePolicy(every=5, keep=Keep(latest=1, best=best))
+    evaluation = jaxtrain.Evaluation(every=5, batches=None, tasks=tasks)
+    run = train_words(tmp_path, evaluation=evaluation, checkpoints=saves)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    by_step = {n["step"]: n[best.metric] for n in lines if best.metric in n}
+    kept = {int(path.name) for path in (run / "checkpoints").glob("[0-9]*")}
+    assert [*by_step] == [5, 10, 15, 20] and kept == {20, min(by_step, key=by_step.__getitem__)}
+    other = replace(saves, keep=Keep(best=Best("f1/last_words")))
+    with pytest.raises(ValueError, match=r"metric='f1/last_words'; the tasks have perplexity/last"):
+        train_words(tmp_path / "other", evaluation=evaluation, checkpoints=other)
+    none = jaxtrain.Evaluation()
+    with pytest.raises(ValueError, match="'f1/last_words'; an evaluation has eval_loss or bits_p"):
+        jaxtrain.check(words_experiment(tmp_path, evaluation=none, checkpoints=other), "cpu_1")
+    loss = replace(saves, keep=Keep(best=Best("f1")))
+    with pytest.raises(ValueError, match=r"'f1'; an evaluation has .* or a task's, such as acc/"):
+        jaxtrain.check(words_experiment(tmp_path, evaluation=evaluation, checkpoints=loss), "cpu_1")
 
 
 def test_parity_of_groups_patterns_and_examples(run: Path, folder: Path, monkeypatch) -> None:

@@ -25,7 +25,7 @@ from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.scores import Alibi
-from jaxtrain.session.session import initialise
+from jaxtrain.session.first_state import initialise
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.tokenizers import HuggingFaceVocabulary
