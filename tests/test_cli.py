@@ -161,6 +161,7 @@ def test_the_flags_of_train_are_frozen() -> None:
             "--run-dir",
             "--name",
             "--fresh",
+            "--fresh-once",
             "--numbered",
             "--from",
             "--steps",
@@ -175,7 +176,7 @@ def test_the_flags_of_train_are_frozen() -> None:
 def test_train_runs_resumes_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", write(), "--mesh", mesh(4, fsdp=2, tensor=2)]
     assert cli.main([*train, "--steps", "2"]) == 0
-    assert "done: 2 steps" in capsys.readouterr().out
+    assert re.search(r"^[\d:]{8} done: 2 steps", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(train) == 0
     said = capsys.readouterr().out
     assert "resuming at step 2" in said and "done: 4 steps" in said and "runs/small" in said
@@ -267,7 +268,7 @@ def test_a_reader_of_the_output_that_goes_before_the_first_step_is_no_failure(
 def test_where_what_is_saved_cannot_be_seen_the_exit_code_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def ill(run_dir: Path, *, anew: str) -> Any:
+    def ill(run_dir: Path, *, anew: str, text: str | None) -> Any:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("jaxtrain.run.directory.left_in", ill)
@@ -678,9 +679,8 @@ def test_a_signal_saves_the_step_and_exits_with_75(
         assert cli.main(train) == 75
     said = capsys.readouterr().out
     assert ("interrupted" in said) == (times == 2)
-    assert (
-        said.splitlines()[-1] == "stopped; step 2 is saved in runs/small; the same command goes on"
-    )
+    stopped = r"[\d:]{8} stopped; step 2 is saved in runs/small; the same command goes on"
+    assert re.fullmatch(stopped, said.splitlines()[-1])
     assert [signal.getsignal(s) for s in LISTENED] == handlers
     assert [p.name for p in Path("runs/small/checkpoints").iterdir()] == ["2"]
     assert cli.main(train) == 0
@@ -912,6 +912,19 @@ def test_check_tells_where_each_leaf_lives(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["check", write(mlp=17, heads=6), "--mesh", mesh_file]) == 2
     told = capsys.readouterr().err
     assert "heads=6 is not a multiple of kv_heads=4" in told
+
+
+def test_check_refuses_what_no_run_directory_could_record(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = Path(write())
+    local = "\n\nwhole = experiment\n\ndef experiment():\n    class Chain(BigramChain): ...\n"
+    local += "    return replace(whole(), data=Chain(vocab=16, seq=8))\n"
+    file.write_text("from dataclasses import replace\n" + file.read_text() + local)
+    for command in ("check", "train"):
+        assert cli.main([command, str(file)]) == cli.REFUSED
+        said = capsys.readouterr().err
+        assert "experiment.data is of experiment.<locals>.Chain: classes within a func" in said
 
 
 def test_check_looks_for_the_data_unless_it_is_elsewhere(

@@ -17,6 +17,10 @@ from jaxtrain.files.regular import read_text
 
 NAME = "config.json"
 CHECKPOINTS = "checkpoints"
+BRANCH = "branch"
+"""The entry of config.json that says of which run's step a run is a branch."""
+BEGUN_BY = "begun_by"
+"""The entry of config.json with the text that was given as `fresh` when the run began."""
 REFERENCE = "reference"
 """Folder of a run directory: losses in the model that the run began with."""
 REFERENCE_KIND = "reference losses"
@@ -156,9 +160,10 @@ def refuse_other_experiment(
     *,
     ignore: tuple[str, ...] = ("steps",),
     completed: Completed = dict,
+    why: str = "",
 ) -> None:
     """Raises ValueError, listing the fields, if the run directory is another experiment's. ignore,
-    completed: as for `compare_config`."""
+    completed: as for `compare_config`. why: what is known of the difference."""
     differences = compare_config(run_dir, config, ignore=ignore, completed=completed)
     if differences:
         branch = ""
@@ -170,6 +175,7 @@ def refuse_other_experiment(
         raise ValueError(
             f"run directory {run_dir} holds another experiment: "
             + "; ".join(map(str, differences))
+            + (f" ({why})" if why else "")
             + f"; set {'it' if len(differences) == 1 else 'them'} back, or {ANEW}{branch}"
         )
 

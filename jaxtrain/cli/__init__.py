@@ -37,6 +37,7 @@ from jaxtrain.cli.shared import (
     JSON,
     UNREAD,
     RunFailed,
+    add_branch,
     add_mesh,
     add_settings,
     answer,
@@ -145,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     add_mesh(check)
     text = "the data is on another machine: do not look for its files"
     check.add_argument("--data-elsewhere", action="store_true", help=text)
+    add_branch(check, "check it as a branch of another run, as train --from begins one")
     check.add_argument("--json", action="store_true", help=JSON)
 
     certify = command("certify", _certify, "the same run on every mesh, compared with one device")
@@ -209,7 +211,8 @@ def _check(options: argparse.Namespace) -> int:
     from jaxtrain.session.check import check
 
     data_here = not options.data_elsewhere
-    report = check(experiment_of(options), options.mesh, data_here=data_here)
+    begins: Any = dict(data_here=data_here, from_run=options.from_run)
+    report = check(experiment_of(options), options.mesh, **begins)
     work, least = overhead(report.assembly), step_seconds(report.assembly)
     texts = [report.table(), report.summary()]
     more = {}

@@ -9,7 +9,7 @@ import sys
 
 
 def add_options(generate: argparse.ArgumentParser) -> None:
-    generate.add_argument("model", help="a run directory, or a folder of published weights")
+    generate.add_argument("model", help="RUN or RUN@STEP, or a folder of published weights")
     generate.add_argument("--prompt", required=True, help="the text to go on with")
     about = "the prompt is a message, and the model answers by its tokenizer's chat template"
     generate.add_argument("--chat", action="store_true", help=about)
@@ -53,7 +53,7 @@ def generate_command(options: argparse.Namespace) -> int:
 
 
 def add_export_options(export: argparse.ArgumentParser) -> None:
-    export.add_argument("run_dir", metavar="RUN", help="a run directory")
+    export.add_argument("run_dir", metavar="RUN", help="RUN or RUN@STEP")
     export.add_argument("--out", required=True, help="the folder to write; must not be there yet")
     export.add_argument("--step", type=int, help="default the newest that is durable")
     kinds = ("float32", "bfloat16", "float16")

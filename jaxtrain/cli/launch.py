@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,9 @@ from jaxtrain.cli.shared import (
 from jaxtrain.cli.submit import add_job_options, job_violations, refuse_absent, submit
 from jaxtrain.cluster.exit_codes import FAILED
 from jaxtrain.cluster.join import TLS_FILES, uses_tls
+from jaxtrain.fault_tolerance.beginning import Beginning
 from jaxtrain.fault_tolerance.deadlines import Deadlines
-from jaxtrain.fault_tolerance.faults import read_fault
+from jaxtrain.fault_tolerance.faults import Fault, read_fault
 from jaxtrain.fault_tolerance.restarts import Restarts
 from jaxtrain.fault_tolerance.supervisor import Supervisor, own_command
 from jaxtrain.files.temporary import temporary_folder
@@ -84,14 +86,19 @@ def add_options(launch: argparse.ArgumentParser) -> None:
     launch.add_argument("command", nargs=argparse.REMAINDER, help="-- train EXPERIMENT ...")
 
 
-def _refuse_new_directories(train: Any) -> None:
-    """Raises ValueError for flags of `train` that give each start another directory."""
-    for flag, does in {"fresh": "begin it anew", "numbered": "take another directory"}.items():
-        if getattr(train, flag):
-            raise ValueError(
-                f"launch starts a run again and again, and --{flag} would {does} each time; give "
-                "it another --name or --run-dir"
-            )
+def _for_starts(command: list[str], train: argparse.Namespace) -> list[str]:
+    """Returns the command of every start: with --fresh the first begins anew, and later ones go on
+    with that run, by a text, which `train` gets too. Raises ValueError where each would take
+    another directory."""
+    if train.numbered:
+        raise ValueError(
+            "launch starts a run again and again, and --numbered would take another directory each "
+            "time; give it another --name or --run-dir"
+        )
+    if not train.fresh or train.fresh_once is not None:
+        return command
+    train.fresh_once = secrets.token_hex(8)
+    return [*command, "--fresh-once", train.fresh_once]
 
 
 def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any]) -> int:
@@ -108,7 +115,9 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
             "launch tells its processes where they meet and which they are; leave out "
             "--coordinator, --processes and --process"
         )
-    _refuse_new_directories(train)
+    again = train.fresh and train.fresh_once is None
+    command = _for_starts(command, train)
+    beginning = Beginning(train.fresh_once, again)
     raise_violations(
         [
             *_idle(options),
@@ -120,6 +129,38 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
         return submit(options, train, command)
     count = options.processes or options.machines or 0
     _refuse(train, count)
+    faults = _faults(options, count)
+    seconds = {
+        field.name: getattr(options, f"deadline_{field.name}") for field in fields(Deadlines)
+    }
+    deadlines = Deadlines(**seconds)
+    restarts = Restarts(most=options.restarts, within_s=options.within)
+    run_dir, tell = run_dir_of(train), _teller()
+    plans = _plans(train, count) if options.elastic else None
+    with ExitStack() as stack:
+        machines, folder = _machines(
+            options, run_dir, tell, stack, anew=train.fresh_once is not None
+        )
+        layouts = {count: MachineLayout(count)}
+        if plans is not None:
+            layouts = read_layouts(plans, mesh_of(train), folder / "elastic")
+        roster = Roster(machines, layouts, options.wait, tell, options.rejoin)
+        details: Any = dict(
+            deadlines=deadlines, restarts=restarts, faults=faults, beginning=beginning
+        )
+        supervisor = Supervisor(command, roster, tell, run_dir, folder, **details)
+        code = FAILED
+        try:
+            refuse_absent(train.experiment)
+            with signals_to(supervisor.stop):
+                code = supervisor.run()
+        finally:
+            machines.close(code)
+        return code
+
+
+def _faults(options: argparse.Namespace, count: int) -> list[Fault]:
+    """Returns the faults to inject. Raises ValueError for those of what is not there."""
     faults = [read_fault(text) for text in options.faults]
     raise_violations(
         f"--fault {fault} is of no process; there are 0 to {count - 1}"
@@ -131,32 +172,14 @@ def launch_command(options: argparse.Namespace, parse: Callable[[list[str]], Any
         for fault in faults
         if fault.kind == "lose" and options.machines is None
     )
-    seconds = {
-        field.name: getattr(options, f"deadline_{field.name}") for field in fields(Deadlines)
-    }
-    deadlines = Deadlines(**seconds)
-    restarts = Restarts(most=options.restarts, within_s=options.within)
-    run_dir, tell = run_dir_of(train), _teller()
-    layouts = _layouts(train, run_dir, count, elastic=options.elastic)
-    with ExitStack() as stack:
-        machines, folder = _machines(options, run_dir, tell, stack)
-        roster = Roster(machines, layouts, options.wait, tell, options.rejoin)
-        supervisor = Supervisor(command, roster, tell, run_dir, folder, deadlines, restarts, faults)
-        code = FAILED
-        try:
-            refuse_absent(train.experiment)
-            with signals_to(supervisor.stop):
-                code = supervisor.run()
-        finally:
-            machines.close(code)
-        return code
+    return faults
 
 
 def _machines(
-    options: argparse.Namespace, run_dir: Path, tell: Tell, stack: ExitStack
+    options: argparse.Namespace, run_dir: Path, tell: Tell, stack: ExitStack, *, anew: bool
 ) -> tuple[Machines, Path]:
     """Returns the machines that start the processes, and a folder that all of them and this one
-    share."""
+    share. anew: a run that is in the directory may be moved."""
     if options.machines is None:
         folder = stack.enter_context(temporary_folder("launch"))
         return LocalMachines(slots_of(options.processes, folder, own_command(), os.environ)), folder
@@ -169,8 +192,9 @@ def _machines(
             f"--listen {address}: {error.strerror}; use another port, and an address of this "
             "machine or 0.0.0.0"
         ) from error
-    run_dir.mkdir(parents=True, exist_ok=True)
-    shared = tempfile.TemporaryDirectory(prefix="launch-", dir=run_dir)
+    place, prefix = (run_dir.parent, f".{run_dir.name}.launch-") if anew else (run_dir, "launch-")
+    place.mkdir(parents=True, exist_ok=True)
+    shared = tempfile.TemporaryDirectory(prefix=prefix, dir=place)
     host, port = agents.address
     tell(
         f"launch: waits {options.wait:g} s for {options.machines} machines at {host}:{port}; run "
@@ -184,16 +208,9 @@ def _machines(
     return agents, Path(stack.enter_context(shared))
 
 
-def _layouts(
-    train: argparse.Namespace, run_dir: Path, count: int, *, elastic: bool
-) -> dict[int, MachineLayout]:
-    """Returns the run's layouts by number of machines. Without `elastic` there is one.
-
-    A separate process computes them, because this one has no JAX. They are kept in the run
-    directory, where all machines read them.
-    """
-    if not elastic:
-        return {count: MachineLayout(count)}
+def _plans(train: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Returns the run's layouts on up to `count` machines, as `read_layouts` takes them. A separate
+    process computes them, because this one has no JAX. Raises ValueError where there are none."""
     command = own_command(
         "elastic",
         *experiment_arguments(train),
@@ -204,7 +221,7 @@ def _layouts(
     completed = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
     if completed.returncode:
         raise ValueError("the run cannot stand on fewer machines, as said above")
-    return read_layouts(json.loads(completed.stdout), mesh_of(train), run_dir / "elastic")
+    return json.loads(completed.stdout)
 
 
 def _idle(options: argparse.Namespace) -> list[str]:

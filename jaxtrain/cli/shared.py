@@ -80,6 +80,11 @@ def add_mesh(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--mesh", default="cpu_1", help=f"{MESH}; default cpu_1")
 
 
+def add_branch(sub: argparse.ArgumentParser, text: str) -> None:
+    """Adds --from, for commands that take a run of which another is to be a branch. text: help."""
+    sub.add_argument("--from", dest="from_run", metavar="RUN[@STEP]", help=text)
+
+
 def add_settings(sub: argparse.ArgumentParser) -> None:
     """Adds --set, for commands that take an experiment."""
     sub.add_argument(
@@ -183,9 +188,11 @@ def interrupt(number: int, frame: Any) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """Prints a line on the standard output; ignores a terminal that has been closed."""
-    with suppress(OSError):
-        print(text, flush=True)
+    """Prints a line of a run on the standard output, behind the time of day; ignores a terminal
+    that has been closed."""
+    from jaxtrain.telemetry.progress import Lines
+
+    Lines(sys.stdout).write(text)
 
 
 def settle_streams() -> None:

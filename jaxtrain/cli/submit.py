@@ -82,6 +82,8 @@ def submit(options: argparse.Namespace, train: argparse.Namespace, command: list
         **{name: value for name in ("image", "claim") if (value := getattr(options, name))},
     )  # fmt: skip
     text = SCHEDULERS[options.scheduler](job)
+    if train.fresh or train.fresh_once is not None:
+        _refuse_mounted(options, job)
     _refuse_unfit(options, train)
     if options.dry_run:
         print(text, end="")
@@ -98,6 +100,17 @@ def submit(options: argparse.Namespace, train: argparse.Namespace, command: list
             ) from error
 
 
+def _refuse_mounted(options: argparse.Namespace, job: Job) -> None:
+    """Raises ValueError for a run directory that a container has mounted: it cannot be moved."""
+    outside = not job.run_dir.absolute().is_relative_to(Path.cwd())
+    if options.scheduler == "k8s" or (job.image and outside):
+        below = "" if options.scheduler == "k8s" else f", or one below {Path.cwd()}"
+        raise ValueError(
+            f"--fresh moves the run that is in {job.run_dir}, where the job's containers have a "
+            f"volume mounted: leave it out, and give a new --run-dir{below}"
+        )
+
+
 def _sbatch_options(options: argparse.Namespace) -> tuple[str, ...]:
     values = {name: getattr(options, name) for name in SBATCH_EXAMPLES}
     return (*(f"--{name}={value}" for name, value in values.items() if value), *options.sbatch)
@@ -108,6 +121,16 @@ def refuse_absent(experiment: str) -> None:
     imports."""
     if not Path(experiment).is_file():
         raise ValueError(f"there is no experiment file {experiment}; give the path of a .py file")
+
+
+def _is_branch(train: argparse.Namespace) -> bool:
+    """True if the run directory has a run that began as a branch."""
+    from jaxtrain.checkpoint.run_config import BRANCH, read_config
+
+    try:
+        return BRANCH in (read_config(run_dir_of(train)) or {})
+    except ValueError:  # `train` refuses that
+        return False
 
 
 def _refuse_unfit(options: argparse.Namespace, train: argparse.Namespace) -> None:
@@ -121,8 +144,12 @@ def _refuse_unfit(options: argparse.Namespace, train: argparse.Namespace) -> Non
     if not Path(train.experiment).is_file():
         print(f"launch: {train.experiment} is not here: it is not checked", file=sys.stderr)
         return
-    elsewhere = ["--data-elsewhere"] if image or options.scheduler == "k8s" else []
-    command = own_command("check", *experiment_arguments(train), *elsewhere)
+    elsewhere = image or options.scheduler == "k8s"
+    # A branch that has begun does not need the other run.
+    asks = train.from_run and not elsewhere and not (_is_branch(train) and not train.fresh)
+    begins = ["--from", train.from_run] if asks else []
+    more = [*begins, *["--data-elsewhere"] * elsewhere]
+    command = own_command("check", *experiment_arguments(train), *more)
     checked = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     if checked.returncode == REFUSED:
         raise ValueError(

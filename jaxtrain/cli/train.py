@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxtrain.cli.shared import (
     Interrupted,
     RunFailed,
+    add_branch,
     add_mesh,
     mesh_of,
     numbered_directory,
@@ -50,11 +51,15 @@ def add_options(train: argparse.ArgumentParser) -> None:
     text = "begin anew: a run that is in the directory is kept beside it; to resume, leave it out"
     train.add_argument("--fresh", action="store_true", help=text)
     text = (
+        "as --fresh, but go on with a run that was begun with the same TEXT: for jobs that repeat"
+    )
+    train.add_argument("--fresh-once", metavar="TEXT", help=text)
+    text = (
         "keep each start as a run of its own, in the first of RUN-1, RUN-2, ... that is not there"
     )
     train.add_argument("--numbered", action="store_true", help=text)
     text = "begin as a branch of another run: with the whole state of that step, default its newest"
-    train.add_argument("--from", dest="from_run", metavar="RUN[@STEP]", help=text)
+    add_branch(train, text)
     train.add_argument("--steps", type=int, help="stop after so many steps in all")
     train.add_argument("--simulate", action="store_true", help="run the mesh on fake CPU devices")
     text = "HOST:PORT where process 0 of several listens; default as the launcher says"
@@ -103,8 +108,9 @@ def train_command(options: argparse.Namespace) -> int:
 
 def _refuse_numbered(options: argparse.Namespace, processes: int) -> None:
     """Raises ValueError where several starts or processes would each take another directory."""
+    fresh = options.fresh or options.fresh_once is not None
     refused = {
-        "begins in a new directory, and --fresh in one that is there; give one": options.fresh,
+        "begins in a new directory, and --fresh in one that is there; give one": fresh,
         f"would give each of {processes} processes another directory; use --name": processes > 1,
     }
     raise_violations(f"--numbered {why}" for why, is_so in refused.items() if is_so)
@@ -135,7 +141,7 @@ def _train(
             settings=options.settings,
             callbacks=[stop, *callbacks, *leave],
             phases=phases,
-            fresh=options.fresh,
+            fresh=options.fresh if options.fresh_once is None else options.fresh_once,
             from_run=options.from_run,
         )
     except KeyboardInterrupt:
@@ -151,7 +157,7 @@ def _train(
         raise
     stop.over = True  # the remaining work takes no time
     anew = "fresh" if options.fresh else "numbered" if options.numbered else ""
-    code, text = _outcome(result, run_dir, anew=anew)
+    code, text = _outcome(result, run_dir, anew=anew, text=options.fresh_once)
     if code == DONE:
         phases.enter("exit")  # a process that ends with 0 before has left early
     if process_number(place, os.environ) == 0:
@@ -159,23 +165,27 @@ def _train(
     return code
 
 
-def _outcome(result: Result | None, run_dir: Path, *, anew: str) -> tuple[int, str]:
+def _outcome(
+    result: Result | None, run_dir: Path, *, anew: str, text: str | None = None
+) -> tuple[int, str]:
     """Returns the exit code, and a text. result: None if the run was interrupted. anew: the flag by
     which it began anew, "" for none: the same command does not go on then, and the exit code does
-    not say so."""
+    not say so. text: that of --fresh-once, by which the same command goes on."""
     if result is not None and not result.stopped:
         return DONE, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}"
     if result is not None and result.saved is None:
-        text = f"stopped at step {result.steps}; nothing is saved: there are no checkpoints"
-        return INTERRUPTED, text
+        left = "nothing is saved: there are no checkpoints"
+        return INTERRUPTED, f"stopped at step {result.steps}; {left}"
     from jaxtrain.run.directory import left_in
 
     saved, left = None if result is None else result.saved, ""
     try:
-        saved, left = left_in(run_dir, anew=anew)
-    except OSError as error:
-        left = f"what is saved in {run_dir} cannot be seen: {error.strerror}"
-    return INTERRUPTED if saved is None or anew else PREEMPTED, f"stopped; {left}"
+        saved, left = left_in(run_dir, anew=anew, text=text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        left = f"what is saved in {run_dir} cannot be seen: {reason}"
+    goes_on = saved is not None and (text is not None or not anew)
+    return PREEMPTED if goes_on else INTERRUPTED, f"stopped; {left}"
 
 
 class KeepLedger:

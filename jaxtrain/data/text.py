@@ -15,7 +15,13 @@ from jaxtrain.data.mixture import Mixture, MixtureDataset
 from jaxtrain.data.packing import PackedDataset
 from jaxtrain.data.pairs import PairDataset
 from jaxtrain.data.token_file import TokenFile, TokenFiles, TokenStore
-from jaxtrain.data.tokenization import ENCODING, chat_key, encode_conversation, tokenize
+from jaxtrain.data.tokenization import (
+    ENCODING,
+    chat_key,
+    encode_conversation,
+    no_text,
+    tokenize,
+)
 from jaxtrain.data.whole import DocumentStream, WholeDataset, WholeDocuments
 from jaxtrain.files.array_file import DamagedFile
 from jaxtrain.files.cache import mark_used
@@ -31,7 +37,7 @@ from jaxtrain.sources import (
     documents,
     fingerprint,
 )
-from jaxtrain.sources.document import check_split
+from jaxtrain.sources.document import check_split, holds_none_out
 from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer, TokenizerFile, Vocabulary
 from jaxtrain.tokenizers.chat import ChatEncoder
 from jaxtrain.violations import INT32_MAX, count, raise_violations
@@ -39,6 +45,7 @@ from jaxtrain.violations import INT32_MAX, count, raise_violations
 log = logging.getLogger(__name__)
 
 HELD_OUT_SEED = 0
+LOOK_BYTES = 1 << 26
 _USE = {"train": "train on", "held_out": "evaluate on"}
 
 
@@ -152,7 +159,7 @@ class TextData:
 
     def absent(self, splits: Iterable[str]) -> list[str]:
         """Returns a message for each part that this machine lacks: a pattern that matches no file,
-        the tokenizer's file, a chat template that works. Of each part the first document is read.
+        the tokenizer's file, a chat template that works, a document. The first of each is read.
         """
         missing = self.tokenizer.absent() if isinstance(self.tokenizer, TokenizerFile) else []
         is_own = isinstance(self.tokenizer, TokenizerFile | ByteTokenizer | BpeTokenizer)
@@ -197,9 +204,17 @@ class TextData:
 
 
 def _first(source: Source, split: str) -> Document | None:
-    """Returns the first document of a source's first file, None if it has none."""
+    """Returns the first document, None if there is none in the first files, one at least and up to
+    `LOOK_BYTES` of them. Raises ValueError if there is none in any."""
+    if split == "held_out" and holds_none_out(source):
+        raise ValueError(no_text(split, source))
     pieces = source.pieces(split)
-    return next(iter(source.read(pieces[0], split)), None) if pieces else None
+    ends = itertools.accumulate(piece.stop - piece.start for piece in pieces)
+    looked = [p for p, end in zip(pieces, ends, strict=True) if end <= LOOK_BYTES or p is pieces[0]]
+    first = next((d for piece in looked for d in source.read(piece, split) if d.text), None)
+    if first is None and len(looked) == len(pieces):
+        raise ValueError(no_text(split, source))
+    return first
 
 
 def _store(

@@ -36,6 +36,7 @@ from jaxtrain.sources import (
     documents,
     fingerprint,
 )
+from jaxtrain.sources.document import holds_none_out
 from jaxtrain.tokenizers import Vocabulary
 from jaxtrain.tokenizers.chat import ChatEncoder
 from jaxtrain.tokenizers.spelled import pattern_of
@@ -83,7 +84,7 @@ def tokenize(
     parts = out.with_name(out.name + ".parts")
     groups = _group(source.pieces(split), shard_bytes)
     if not groups:
-        raise ValueError(_no_text(split, source))
+        raise ValueError(no_text(split, source))
     shards = [
         _Shard(source, split, group, vocabulary, parts / f"{number:06d}.tokens")
         for number, group in enumerate(groups)
@@ -288,7 +289,10 @@ def _batches(shard: _Shard, size: int = 256) -> Iterator[list[Document]]:
         yield batch
 
 
-def _no_text(split: str, source: Source) -> str:
+def no_text(split: str, source: Source) -> str:
+    """Returns the message for a split without a document."""
+    if holds_none_out(source) and split == "held_out":
+        return f"held_out=0 of {source} holds no document out: use evaluation=None, or held_out=0.1"
     other = islice(documents(source, "train"), 2) if split == "held_out" else ()
     if (count := len(list(other))) == 1:
         return (
@@ -303,6 +307,6 @@ def _merge(shards: list[_Shard], out: Path, parts: Path) -> None:
     files = [open_token_file(shard.path) for shard in shards]
     if not sum(len(file.tokens) for file in files):
         shutil.rmtree(parts)
-        raise ValueError(_no_text(shards[0].split, shards[0].source))
+        raise ValueError(no_text(shards[0].split, shards[0].source))
     merge_token_files(files, out)
     shutil.rmtree(parts, ignore_errors=True)

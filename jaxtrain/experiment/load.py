@@ -142,14 +142,19 @@ def _config(value: Any, path: str, violations: list[str]) -> Any:
             f.name: _config(getattr(value, f.name), f"{path}.{f.name}", violations)
             for f in dataclasses.fields(value)
         }
+        if "<" in type(value).__qualname__:
+            violations.append(
+                f"{path} is of {type(value).__qualname__}: classes within a function cannot be "
+                "stored; define it at the top of a module"
+            )
         return {"class": stored_name(type(value)), **fields}
     if isinstance(value, tuple):
         return [_config(v, f"{path}[{i}]", violations) for i, v in enumerate(value)]
     if callable(value) and hasattr(value, "__qualname__"):
         if "<" in value.__qualname__:
             violations.append(
-                f"{path} is {value.__qualname__}: lambdas and closures cannot be stored; "
-                f"write a function at the top of a module"
+                f"{path} is {value.__qualname__}: lambdas and closures cannot be stored; what this "
+                "field takes has to be defined at the top of a module"
             )
         return stored_name(value)
     if isinstance(value, (type, np.dtype)):

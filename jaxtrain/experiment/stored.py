@@ -45,6 +45,9 @@ RESUMABLE = (
     "experiment.sharding",
     "experiment.microbatches",
     "experiment.fine_tuning.start.trust",
+    "experiment.fine_tuning.start.folder",
+    "experiment.fine_tuning.start.adapters",
+    "experiment.fine_tuning.start.run_dir",
     "experiment.data.source.patterns",
     "experiment.data.source.held_out_patterns",
     "experiment.data.source.paths",
@@ -60,9 +63,9 @@ RESUMABLE = (
     "experiment.data.tokenizer.chat_template",
 )
 """Fields a resumed run may change. They do not change what is learned, except `health`'s reaction
-to spikes of the loss: each save has the skipped batches. Where the files of the data lie changes
-nothing: whether it is the same, its digest says. A reducer is not one of them: compressed sums
-change what is learned, and `small_leaf` selects their leaves."""
+to spikes of the loss: each save has the skipped batches. Where the files of the data and of the
+first weights lie changes nothing: whether they are the same, their digests say. A reducer is not
+one of them: compressed sums change what is learned, and `small_leaf` selects their leaves."""
 
 
 def own_attention(experiment: Any) -> str:
@@ -191,8 +194,12 @@ MOVED_MODULES = {
 """Modules in older runs -> their present names."""
 
 
-class ForeignField(ValueError):
-    """A field holds a class or a function that is neither of this library nor trusted."""
+class UntrustedNames(ValueError):
+    """A field has classes or functions in it that are neither of this library nor trusted."""
+
+
+class ForeignField(UntrustedNames):
+    """A field holds such a class or function itself."""
 
 
 def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
@@ -203,7 +210,8 @@ def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
     field's annotation: both are checked before anything is built. trust: the caller's own modules,
     with their submodules, that may be imported.
 
-    Raises ForeignField if the field is another module's object, and ValueError with all that is
+    Raises ForeignField if the field is another module's object, UntrustedNames if it has one in it,
+    and ValueError with all that is
     wrong: no run, a name that is not trusted or can't be imported (only an experiment file itself
     knows its classes and functions), a value of another kind.
     """
@@ -214,7 +222,8 @@ def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
     reader = Reader(trust)
     make = reader.read(stored[name], slots_of(Experiment)[name], name)
     if reader.violations:
-        kind = ForeignField if reader.foreign == [name] else ValueError
+        names = UntrustedNames if reader.foreign else ValueError
+        kind = ForeignField if reader.foreign == [name] else names
         problem = "is not of this library" if reader.foreign else "cannot be read"
         raise kind(f"{path}: the run's {name} {problem}:\n  " + "\n  ".join(reader.violations))
     try:

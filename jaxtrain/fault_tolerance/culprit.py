@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from jaxtrain.cluster.exit_codes import DONE, PREEMPTED
+from jaxtrain.cluster.exit_codes import DONE, INTERRUPTED, PREEMPTED
 from jaxtrain.machines.agents import GONE_S
 from jaxtrain.machines.machine import RunningProcess
 from jaxtrain.machines.pauses import Pauses
@@ -64,3 +64,13 @@ def first_to_fail(bad: Sequence[RunningProcess]) -> RunningProcess:
     """Returns the one to blame of those that ended badly: the first, but for those that ended
     because another was lost. A lost machine comes before errors of processes that miss it."""
     return min(bad, key=lambda w: (w.lost_another, w.kind != "lost", w.ended_at))
+
+
+def common_code(codes: Sequence[int | None]) -> int | None:
+    """Returns the common exit code of all processes; None for a failure."""
+    distinct = set(codes)
+    if distinct <= {DONE}:
+        return DONE
+    if distinct <= {DONE, PREEMPTED}:
+        return PREEMPTED
+    return INTERRUPTED if distinct == {INTERRUPTED} else None

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from jaxtrain.cluster.phases import LOST, Now
 from jaxtrain.cluster.run_lock import is_held
+from jaxtrain.fault_tolerance.beginning import Beginning
 from jaxtrain.files.json_lines import add_line, read_lines
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text, write_text
@@ -172,10 +173,10 @@ def record(path: Path, value: Mapping[str, object]) -> None:
 
 class Records:
     """Lines for files of a run directory, which may be another run's until a start of this one has
-    taken steps there: until then they are kept in memory."""
+    taken steps there: until then they are kept in memory. beginning: tells whose it is then."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._own = run_dir, False
+    def __init__(self, run_dir: Path, beginning: Beginning = Beginning()) -> None:  # noqa: B008
+        self._run_dir, self._own, self._beginning = run_dir, False, beginning
         self._lines: list[tuple[str, Mapping[str, object]]] = []
 
     @property
@@ -198,6 +199,8 @@ class Records:
 
     def end(self) -> str:
         """Writes what is left as the launch ends, or returns why it is not written."""
+        if not self._own and not self._beginning.owns(self._run_dir):
+            return "nothing of this run is recorded: it has taken no step"
         if self._lines and is_held(self._run_dir):
             return f"{self._run_dir} is in use by another run: nothing of this one is recorded"
         self.write()

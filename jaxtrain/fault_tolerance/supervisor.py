@@ -23,9 +23,11 @@ from jaxtrain.cluster.exit_codes import (
 )
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import ProcessSample
+from jaxtrain.fault_tolerance.beginning import Beginning
 from jaxtrain.fault_tolerance.culprit import (
     GRACE_S,
     Culprit,
+    common_code,
     ended_badly,
     first_to_fail,
     last_words,
@@ -66,7 +68,7 @@ class Supervisor:
     command: arguments of jaxtrain for one process; flags with its number and the meeting point are
     added. tell: prints lines of the processes and its own. run_dir: for failures and the ledger;
     folder: for markers of faults that happened. faults: to inject, each unless `folder` has its
-    marker.
+    marker. beginning: which run in `run_dir` is this launch's.
     """
 
     command: Sequence[str]
@@ -77,6 +79,7 @@ class Supervisor:
     deadlines: Deadlines = field(default_factory=Deadlines)
     restarts: Restarts = field(default_factory=Restarts)
     faults: Sequence[Fault] = ()
+    beginning: Beginning = Beginning()  # noqa: RUF009 (frozen)
     workers: list[RunningProcess] = field(default_factory=list)
     stopping: int = 0
     """Stop signals so far."""
@@ -86,10 +89,9 @@ class Supervisor:
     _stood: Now | None = None
     _pauses: Pauses = field(init=False)
     """Of this process in this start."""
-    _records: Records = field(init=False)
 
     def __post_init__(self) -> None:
-        self._records = Records(self.run_dir)
+        self._records = Records(self.run_dir, self.beginning)
 
     def run(self) -> int:
         """Runs until all are done, or restarts end; returns the exit code."""
@@ -110,6 +112,8 @@ class Supervisor:
             if isinstance(outcome, int):
                 if outcome == DONE and (text := missed(self.faults, self.folder)):
                     self.tell(f"launch: {text}")
+                if outcome == PREEMPTED and self.beginning.again:
+                    return self._interrupted()  # by 75 a scheduler would give it again
                 self.tell(f"launch: {self._ledger()}")
                 return outcome
             if self.stopping:
@@ -171,7 +175,8 @@ class Supervisor:
 
     def _interrupted(self) -> int:
         """Exit code of a run that was stopped before its end."""
-        return PREEMPTED if self._tell_where_it_stands() else INTERRUPTED
+        is_saved = self._tell_where_it_stands()
+        return PREEMPTED if is_saved and not self.beginning.again else INTERRUPTED
 
     def _tell_where_it_stands(self, *, goes_on: bool = True) -> bool:
         """Prints save and ledger; True if a save is visible. goes_on: a restart may continue it."""
@@ -180,11 +185,13 @@ class Supervisor:
 
         saved, status = [], "nothing is saved"
         try:
-            saved = committed_steps(self.run_dir / CHECKPOINTS)
+            if self.beginning.owns(self.run_dir):
+                saved = committed_steps(self.run_dir / CHECKPOINTS)
         except OSError as error:
             status = f"what is saved cannot be seen: {error}"
         if saved:
-            more = ", from which the same command goes on" * goes_on
+            command = "the same command" + " without --fresh" * self.beginning.again
+            more = f", from which {command} goes on" * goes_on
             status = f"the newest save is {saved[-1]}{more}"
         self.tell(f"launch: {status}; {self._ledger()}")
         return bool(saved)
@@ -225,6 +232,7 @@ class Supervisor:
         try:
             # A cleaner of old files may have removed it.
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.roster.layout.write()
             environ = faults_variable(self.faults, self.folder)
             place = ["--coordinator", hosts[0].meeting_point(), "--processes", str(len(hosts))]
             for index, host in enumerate(hosts):
@@ -251,7 +259,7 @@ class Supervisor:
             self._pass_on()
             codes = [worker.code for worker in self.workers]
             if culprit.is_known(self.workers, self._pauses) or None not in codes:
-                code = _together([w.code for w in self.workers if w.code is not None])
+                code = common_code([w.code for w in self.workers if w.code is not None])
                 well = code == INTERRUPTED or not any(map(ended_badly, self.workers))
                 return code if code is not None and well else self._ended(first=first)
             now = time.monotonic()
@@ -362,16 +370,6 @@ class Supervisor:
         del line["at"], line["still"]
         line["restarts"] = restarts
         self._records.add(FAILURES, line)
-
-
-def _together(codes: Sequence[int | None]) -> int | None:
-    """The common exit code of all processes; None for a failure."""
-    distinct = set(codes)
-    if distinct <= {DONE}:
-        return DONE
-    if distinct <= {DONE, PREEMPTED}:
-        return PREEMPTED
-    return INTERRUPTED if distinct == {INTERRUPTED} else None
 
 
 def _code(failure: Failure, exhausted: Exhausted) -> int:

@@ -6,18 +6,19 @@ may be wrong for some sizes alone, and in one head or expert of many. A loss sho
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import jax
 import numpy as np
 
-from jaxtrain.cluster.agreement import all_gather_text
+from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.health.attention_case import attention_cases
 from jaxtrain.health.expert_case import expert_cases
 from jaxtrain.health.kernel_case import KernelCase
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.validation.own_attention import is_standard, kernel_name
+from jaxtrain.violations import raise_violations
 
 
 def is_checked(wanted: bool | None, assembly: Assembly) -> bool:
@@ -41,31 +42,19 @@ def check_kernels(
             reason = str(error).partition("\n")[0]
             notes.append(f"{case.setting} was not compared for {case.problem}: {reason}")
             continue
-        violations += _violations(case, distances)
+        if wrong := _violations(case, distances):
+            violations += wrong
+            continue
         greatest = max(float(np.max(values)) for values in distances.values())
         notes.append(
             f"{case.setting} is within {greatest:.1e} of {case.portable} in fp32, for "
             f"{case.problem}"
         )
-    if wanted and not notes:
+    if wanted and not notes and not violations:
         notes.append("none to compare: attention and experts run the portable ones")
     for note in notes:
         tell(f"NOTE kernels: {note}")
-    raise_together(violations)
-
-
-def raise_together(violations: list[str]) -> None:
-    """Raises ValueError, on all processes, with the violations of each process."""
-    everywhere = [json.loads(text) for text in all_gather_text(json.dumps(violations))]
-    lines = dict.fromkeys(line for own in everywhere for line in own)
-    if not lines:
-        return
-    of_line = {line: [n for n, own in enumerate(everywhere) if line in own] for line in lines}
-    texts = [
-        line if len(on) == len(everywhere) else f"on process {', '.join(map(str, on))} {line}"
-        for line, on in of_line.items()
-    ]
-    raise ValueError("kernels: " + "; ".join(texts))
+    share_failure(partial(raise_violations, violations, "kernels"))
 
 
 def cases_of(assembly: Assembly, *, every: bool = True) -> Iterator[KernelCase]:

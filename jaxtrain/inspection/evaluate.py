@@ -11,7 +11,13 @@ from jaxtrain.experiment import Evaluation
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.files.cache import cache_directory
-from jaxtrain.inspection.given import data_for, warn_of_other_rows, warn_of_other_sets
+from jaxtrain.inspection.given import (
+    data_for,
+    stored_data,
+    uses_kept_tokenizer,
+    warn_of_other_rows,
+    warn_of_other_sets,
+)
 from jaxtrain.inspection.opened import directory_of, mesh_spec, stored_model
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.scoring.reference import read_references
@@ -65,15 +71,15 @@ def evaluate(
         more["evaluation"] = Evaluation(batches=batches, final_batches=batches, sets=sets)
     stored = stored_model(run, rows, of_pairs=getattr(rows, "of_pairs", False), **more)
     dataset = open_split(stored.experiment, rows.split, cache)
-    if data is None:
-        warn_of_other_rows(stored.manifest.metadata, dataset, rows.split)
+    metadata = {} if data is not None or uses_kept_tokenizer(rows) else stored.manifest.metadata
+    warn_of_other_rows(metadata, dataset, rows.split)
     assembly, mesh_of_devices = stored.on(spec, dataset)
     evaluator = Evaluator(assembly, mesh_of_devices, cache_dir=cache)
     with _or_without_sets() if sets else nullcontext():
         evaluator.open()
     if stored.experiment.objective is not None:
         read_references(path, evaluator.splits)
-    warn_of_other_sets(stored.manifest.metadata, evaluator.digests)
+    warn_of_other_sets(metadata, evaluator.digests)
     return evaluator(stored.state(AtRest(assembly, mesh_of_devices)), batches=batches)
 
 
@@ -84,7 +90,7 @@ def _sets_of(run: Path, cache: Path, trust: Trust) -> dict[str, Any]:
         named: dict[str, Any] = {} if evaluation is None else evaluation.named_sets
         if not named:
             return {}
-        own = own_data(stored_field(run, "data", trust=trust), cache, str(run))
+        own = own_data(stored_data(run, trust), cache, str(run))
         return for_each(named, lambda other: own.split_of(other, None))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.data import TokenizerFile
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.inspection.opened import kept_vocabulary
@@ -35,10 +36,29 @@ class GivenRows:
         return {name: values[indices] for name, values in self.arrays.items()}
 
 
+def stored_data(run: Path, trust: Trust) -> Any:
+    """Returns the data of a run; with the tokenizer that the run keeps where its file is gone."""
+    data = stored_field(run, "data", trust=trust)
+    tokenizer = getattr(data, "tokenizer", None)
+    if not isinstance(tokenizer, TokenizerFile) or not tokenizer.absent():
+        return data
+    warnings.warn(
+        f"{'; '.join(tokenizer.absent())}: texts are encoded by the tokenizer that {run} keeps, "
+        "and whether the data has changed since is not known",
+        stacklevel=4,
+    )
+    return replace(data, tokenizer=GivenTokenizer(partial(kept_vocabulary, run, trust)))
+
+
+def uses_kept_tokenizer(rows: OneSplit) -> bool:
+    """True for rows of a run's own data by the tokenizer that it keeps: their digest is another."""
+    return isinstance(getattr(rows.data, "tokenizer", None), GivenTokenizer)
+
+
 def data_for(run: Path, data: Any, split: str | None, cache: Path, trust: Trust) -> OneSplit:
     """Returns a split of data as rows for a run's model; what it may be, `evaluate` says. Raises
     ValueError for what is no data, and for texts that another tokenizer encodes."""
-    own = partial(stored_field, run, "data", trust=trust)
+    own = partial(stored_data, run, trust)
     if data is None:
         return OneSplit(own(), split or HELD_OUT)
     of_run = OwnData(own, GivenTokenizer(partial(kept_vocabulary, run, trust)), str(run))

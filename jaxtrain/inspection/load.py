@@ -13,9 +13,10 @@ from jaxtrain.inspection.opened import mesh_spec, stored_model
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.models.layered import ModelConfig
 from jaxtrain.nn.module import put_together
-from jaxtrain.session.lineage import refuse_no_directory, run_and_step
+from jaxtrain.session.lineage import refuse_no_directory
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.weights import loading
+from jaxtrain.weights.run_step import run_and_step
 
 
 def load(

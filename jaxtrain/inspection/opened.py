@@ -15,7 +15,7 @@ from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh, make_mesh, mesh_from_axes
 from jaxtrain.optim.optimizer import SGD
-from jaxtrain.session.lineage import FORM, refuse_no_directory, run_and_step
+from jaxtrain.session.lineage import refuse_no_directory
 from jaxtrain.session.restore import restore_for_evaluation
 from jaxtrain.state_format.manifest import Manifest
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
@@ -25,6 +25,7 @@ from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.state import TrainState
 from jaxtrain.tokenizers import HuggingFaceVocabulary, Vocabulary
 from jaxtrain.weights import loading
+from jaxtrain.weights.run_step import FORM, run_and_step
 from jaxtrain.weights.start import manifest_of, uses_averages
 from jaxtrain.weights.tokenizer_files import run_tokenizer
 
@@ -117,16 +118,28 @@ def directory_of(run: str | Path) -> tuple[Path, int | None]:
 
 
 def kept_vocabulary(run: Path, trust: Trust = ()) -> Vocabulary:
-    """Returns the tokenizer that a run keeps; its documents begin as the run's did. Raises
+    """Returns the tokenizer that a run keeps; its documents begin and end as the run's did. Raises
     ValueError if it has none."""
     tokenizer = run_tokenizer(run, trust)
     if tokenizer is None:
         raise ValueError(f"{run} has no tokenizer: its data is no text; give ids or rows instead")
     vocabulary = tokenizer.vocabulary
-    if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.bos != tokenizer.bos:
-        more: Any = dict(eos=vocabulary.eos_token, chat=vocabulary.chat, bos=tokenizer.bos)
-        return HuggingFaceVocabulary(vocabulary.json, **more)
-    return vocabulary
+    if not isinstance(vocabulary, HuggingFaceVocabulary):
+        return vocabulary
+    ends: Any = dict(bos=tokenizer.bos, add_eos=_adds_eos(run, trust))
+    if ends == dict(bos=vocabulary.bos, add_eos=vocabulary.add_eos):
+        return vocabulary
+    more: Any = dict(eos=vocabulary.eos_token, chat=vocabulary.chat)
+    return HuggingFaceVocabulary(vocabulary.json, **more, **ends)
+
+
+def _adds_eos(run: Path, trust: Trust) -> bool:
+    """True if documents of a run's data end with eos."""
+    try:
+        data = stored_field(run, "data", trust=trust)
+    except ValueError:  # of one's own, which encodes itself
+        return True
+    return getattr(getattr(data, "tokenizer", None), "add_eos", True)
 
 
 def row_length(data: object, run: Path) -> int:

@@ -13,6 +13,7 @@ from jaxtrain.inspection.scorer import run_scorer
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.tasks.running import OpenTasks, refuse_without_harness
 from jaxtrain.tasks.tasks import Tasks
+from jaxtrain.tokenizers import Vocabulary
 
 
 def evaluate_tasks(
@@ -37,13 +38,11 @@ def evaluate_tasks(
     names: Any = tasks
     chosen = Tasks(names, None if folder is None else str(folder), limit, examples)
     refuse_without_harness()
-    path = directory_of(run)[0]
-    vocabulary, spec = kept_vocabulary(path, trust), mesh_spec(mesh)
-    seq = row_length(stored_field(path, "data", trust=trust), path)
+    (vocabulary, seq), spec = _stored_rows(run, trust), mesh_spec(mesh)
     opened = OpenTasks(chosen)
     opened.rehearse(vocabulary, seq)
     more: Any = dict(averaged=averaged, microbatches=microbatches, trust=trust)
-    return opened.metrics(harness_model(run, mesh=spec, **more))
+    return opened.metrics(_harness_model(run, vocabulary, seq, mesh=spec, **more))
 
 
 def harness_model(
@@ -66,9 +65,19 @@ def harness_model(
     harness; and DamagedCheckpoint. For one process.
     """
     refuse_without_harness()
+    vocabulary, seq = _stored_rows(run, trust)
+    more: Any = dict(averaged=averaged, microbatches=microbatches, trust=trust)
+    return _harness_model(run, vocabulary, seq, mesh=mesh, **more)
+
+
+def _stored_rows(run: str | Path, trust: Trust) -> tuple[Vocabulary, int]:
+    """Returns the tokenizer of a run and the length of its rows."""
+    path = directory_of(run)[0]
+    vocabulary = kept_vocabulary(path, trust)
+    return vocabulary, row_length(stored_field(path, "data", trust=trust), path)
+
+
+def _harness_model(run: str | Path, vocabulary: Vocabulary, seq: int, **options: Any) -> Any:
     from jaxtrain.tasks.language_model import HarnessModel
 
-    vocabulary = kept_vocabulary(directory_of(run)[0], trust)
-    more: Any = dict(averaged=averaged, microbatches=microbatches, trust=trust)
-    scorer = run_scorer(run, mesh=mesh, **more)
-    return HarnessModel(vocabulary, scorer.seq, scorer.score)
+    return HarnessModel(vocabulary, seq, run_scorer(run, seq, **options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from os.path import lexists
@@ -16,8 +16,12 @@ import jax
 
 from jaxtrain.checkpoint.run_config import (
     ANEW,
+    BEGUN_BY,
+    BRANCH,
     CHECKPOINTS,
     NAME,
+    compare_config,
+    read_config,
     refuse_other_experiment,
     stored_experiment,
 )
@@ -25,23 +29,85 @@ from jaxtrain.checkpoint.storage import committed_steps, steps_aside
 from jaxtrain.cluster.agreement import from_first
 from jaxtrain.cluster.run_lock import NAME as LOCK
 from jaxtrain.cluster.run_lock import refuse_held, sole_run
-from jaxtrain.experiment import Experiment, FromRun, completed, config_of, resumable
+from jaxtrain.experiment import (
+    Experiment,
+    FromHuggingFace,
+    FromRun,
+    completed,
+    config_of,
+    resumable,
+)
 from jaxtrain.experiment.stored import refuse_unreadable
 from jaxtrain.scoring.reference import keep_references
 from jaxtrain.session.branch import Branch
-from jaxtrain.session.lineage import NAME as BRANCH
 from jaxtrain.session.session import Session
 from jaxtrain.telemetry.events import refuse_without_tensorboard
 from jaxtrain.telemetry.metrics import refuse_unusable
 from jaxtrain.weights.loading import is_run, record_run
+from jaxtrain.weights.start_digest import ENTRY as START
+from jaxtrain.weights.start_digest import START_PATHS, start_digest, start_problem
 
 
-def config_of_run(experiment: Experiment, branch: Branch | None) -> dict[str, Any]:
-    """Returns what a run's config.json records."""
-    began = {}
+def begins_anew(run: Path | None, fresh: bool | str) -> tuple[bool, dict[str, str]]:
+    """Returns whether a run begins anew, and what its config.json has of its beginning, the same on
+    all processes. fresh: as for `train`. Raises ValueError for an empty text, and for a text where
+    nobody can say whether the run there began with it."""
+    if not isinstance(fresh, bool | str) or fresh == "":
+        raise ValueError(
+            f"fresh={fresh!r}; use True, False, or a text of one character or more, which repeated "
+            "starts share"
+        )
+    look = partial(_beginning_for, fresh)
+    recorded = {} if run is None or fresh is True else from_first(partial(look, run))
+    if isinstance(fresh, str):
+        anew = recorded.get(BEGUN_BY) != fresh
+        return anew, {BEGUN_BY: fresh} if anew else recorded
+    return fresh, recorded
+
+
+def _beginning_for(fresh: bool | str, run: Path) -> dict[str, str]:
+    """Returns what is recorded in a run's directory of its beginning."""
+    try:
+        return stored_beginning(run)
+    except ValueError as error:
+        if not isinstance(fresh, str):  # the run that goes on is refused for that
+            return {}
+        raise ValueError(
+            f"{error}: nobody can say whether this run began with fresh={fresh!r} (--fresh-once), "
+            "to resume it, or is another, to move it"
+        ) from error
+
+
+def stored_beginning(run: Path) -> dict[str, str]:
+    """Returns the entries of a run's config.json that say how it began. Raises ValueError as
+    `read_config`."""
+    config = read_config(run) or {}
+    return {k: v for k in (BEGUN_BY, START) if isinstance(v := config.get(k), str)}
+
+
+def config_of_run(
+    experiment: Experiment, branch: Branch | None, beginning: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns what a run's config.json records. beginning: as `begins_anew` returns it."""
+    began: dict[str, Any] = {**beginning}
     if branch is not None:
-        began = {BRANCH: from_first(lambda: branch.record(experiment))}
+        began[BRANCH] = from_first(lambda: branch.record(experiment))
+        starts = getattr(experiment.fine_tuning, "start", None) is not None
+        if starts and branch.recorded is None:  # with the weights of the other run's beginning
+            began |= from_first(lambda: _start_of(branch.run))
     return {"experiment": config_of(experiment), **began}
+
+
+def _start_of(run: Path) -> dict[str, str]:
+    return {k: v for k, v in stored_beginning(run).items() if k == START}
+
+
+def with_start(config: dict[str, Any], begins: object) -> dict[str, Any]:
+    """Returns a config.json with the digest of the weights that a run begins with, if it takes any.
+    All processes call it."""
+    if not config or not isinstance(begins, FromHuggingFace | FromRun):
+        return config
+    return {**config, START: from_first(lambda: start_digest(begins))}
 
 
 def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> str:
@@ -54,8 +120,13 @@ def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> s
     last = refuse_held(run) if process == 0 else ""
     complete = partial(completed, experiment=experiment)
     stored = stored_experiment(run)
-    may_differ = resumable(stored, config["experiment"])
-    refuse_other_experiment(run, config, ignore=may_differ, completed=complete)
+    may_differ = {*resumable(stored, config["experiment"]), f"{BRANCH}.run"} - {*START_PATHS}
+    differences = compare_config(run, config, ignore=tuple(may_differ), completed=complete)
+    moved = any(difference.path in START_PATHS for difference in differences)
+    why = start_problem(config, experiment) if moved else ""
+    if moved and not why:
+        may_differ |= {*START_PATHS}
+    refuse_other_experiment(run, config, ignore=tuple(may_differ), completed=complete, why=why)
     if experiment.checkpoints is None:
         _refuse_begin_over(run)
     refuse_unusable(run, tensorboard=experiment.logging.tensorboard, process=process)
@@ -64,8 +135,8 @@ def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> s
 
 def refuse_unfit_anew(run: Path, config: dict[str, Any], experiment: Experiment) -> None:
     """Raises ValueError, and writes nothing, if what is in the directory cannot be set aside for a
-    new run: another run holds it, it is no run, a link, the working directory, or what the new run
-    begins from. Also if the config could not be read back, or TensorBoard is missing."""
+    new run: another run holds it, it is no run, a link, the working directory, or has what the new
+    run begins from. Also if the config could not be read back, or TensorBoard is missing."""
     refuse_unreadable(config)
     if jax.process_index() != 0:
         return
@@ -79,9 +150,10 @@ def refuse_unfit_anew(run: Path, config: dict[str, Any], experiment: Experiment)
         raise ValueError(f"{run} holds files and no run, {begin}")
     if run.exists() and run.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"{run} holds the working directory, {begin}")
-    start = experiment.fine_tuning and experiment.fine_tuning.start
-    if isinstance(start, FromRun) and Path(start.run_dir).resolve() == run.resolve():
-        raise ValueError(f"{run} is the run that this one begins from ({start!r}), {begin}")
+    start = getattr(experiment.fine_tuning, "start", None)
+    places = (getattr(start, path.rpartition(".")[2], None) for path in START_PATHS)
+    if any(Path(place).resolve().is_relative_to(run.resolve()) for place in places if place):
+        raise ValueError(f"{run} has what this run begins from ({start!r}), {begin}")
     if experiment.logging.tensorboard:
         refuse_without_tensorboard()
 
@@ -178,15 +250,20 @@ def _inode(path: Path) -> int | None:
     return path.stat().st_ino if path.is_dir() else None
 
 
-def left_in(run: Path, *, anew: str = "") -> tuple[int | None, str]:
+def left_in(run: Path, *, anew: str = "", text: str | None = None) -> tuple[int | None, str]:
     """Returns the newest step saved in a run's directory (None for none), and a sentence with that
-    step and how to continue from it. anew: "fresh" or "numbered", by which the run began."""
+    step and how to continue from it. anew: "fresh" or "numbered", by which the run began. text: by
+    which it began; a run that is there and did not is another."""
+    if text is not None and stored_beginning(run).get(BEGUN_BY) != text:
+        return None, f"nothing is saved: the run has not begun in {run}"
     steps = committed_steps(run / CHECKPOINTS)
     if not steps:
         return None, f"nothing is saved in {run}"
     saved = f"step {steps[-1]} is saved in {run}"
     if not (run / NAME).is_file():
         return steps[-1], f"{saved}, which has lost its {NAME}: put it back to go on"
+    if text is not None:
+        return steps[-1], f"{saved}; a start with the same text goes on"
     if anew == "numbered":
         return steps[-1], f"{saved}; --run-dir {run} in the place of --numbered goes on"
     return steps[-1], f"{saved}; the same command{' without --fresh' * bool(anew)} goes on"
@@ -203,3 +280,15 @@ def refuse_fewer_steps(run: Path, done: int | None, last: int) -> None:
             f"{last}: nothing would be trained; ask for {done} steps or more to go on from there, "
             f"or {ANEW}"
         )
+
+
+def last_step(experiment: Experiment, steps: int | None) -> int:
+    """Returns the step that a run ends with. Raises ValueError if the experiment has none such."""
+    last = experiment.steps if steps is None else steps
+    if not 1 <= last <= experiment.steps:
+        raise ValueError(
+            f"steps={last}; a run takes at least 1 step and at most experiment.steps="
+            f"{experiment.steps}, for which its schedules are made; use steps="
+            f"{max(1, min(last, experiment.steps))}, or another experiment.steps in a new run"
+        )
+    return last

@@ -28,12 +28,15 @@ from jaxtrain.notices import told_to
 from jaxtrain.run.callback import Callback, Running
 from jaxtrain.run.directory import (
     RunDirectory,
+    begins_anew,
     config_of_run,
+    last_step,
     refuse_fewer_steps,
     refuse_unfit,
     refuse_unfit_anew,
     set_run_aside,
     staged,
+    with_start,
 )
 from jaxtrain.run.hooks import (
     CrowdedRows,
@@ -53,6 +56,7 @@ from jaxtrain.run.saves import Saves
 from jaxtrain.run.saving import Saving, checkpoints_of
 from jaxtrain.run.uninterrupted import Uninterrupted
 from jaxtrain.run.words import finish, headline
+from jaxtrain.session.branch import Branch
 from jaxtrain.session.lineage import branch_from
 from jaxtrain.session.memory import memory_remedies
 from jaxtrain.session.rates import Rates
@@ -73,7 +77,7 @@ def train(
     stream: TextIO | None = None,
     callbacks: Sequence[Callback] = (),
     phases: Phases | None = None,
-    fresh: bool = False,
+    fresh: bool | str = False,
     from_run: str | Path | None = None,
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
@@ -85,8 +89,9 @@ def train(
     keep their length). settings: `path=value` overrides. callbacks: called after those of
     `Logging.callbacks`; they may ask for a stop and for saves (`Callback`). phases: records the
     time of each phase. fresh: begin anew; a run that is in `run_dir` is moved to `run_dir`.1 (.2,
-    ...) once nothing is refused. from_run: RUN or RUN@STEP, without a step the newest: `run_dir`
-    begins as a branch, with the whole state of that step; what changes no leaf of it may differ.
+    ...) once nothing is refused. A text: but go on with one that began with this text, for starts
+    that repeat. from_run: RUN or RUN@STEP, without a step the newest: `run_dir` begins as a branch,
+    with the whole state of that step; what changes no leaf of it may differ.
 
     On a stop, a KeyboardInterrupt or an error the state is saved first (the exception is then
     raised again), except for an exception in one process of several.
@@ -97,10 +102,11 @@ def train(
     """
     experiment, spec = _with_settings(experiment, settings), load_mesh(mesh)
     run = local_path("run_dir", run_dir) if run_dir is not None else None
-    last = _last_step(experiment, steps)
+    last = last_step(experiment, steps)
     user_callbacks = callbacks_of(experiment, callbacks)
+    fresh, beginning = begins_anew(run, fresh)
     branch = branch_from(from_run, run, last, fresh=fresh)
-    config = {} if run is None else config_of_run(experiment, branch)
+    config = {} if run is None else config_of_run(experiment, branch, beginning)
     last_held = _refuse(run, config, experiment, fresh=fresh)
     with ExitStack() as stack, memory_remedies(spec), told_to(lines_to(stream)):
         place = stack.enter_context(staged(run)) if fresh and run is not None else run
@@ -111,15 +117,13 @@ def train(
         session = open_session(experiment, spec, cache_dir=cache_directory(cache_dir), **more)
         stack.callback(session.close)
         out = (stream or sys.stdout) if jax.process_index() == 0 else io.StringIO()
+        config = with_start(config, session.begins)
         if fresh and run is not None:
             _set_aside(run, place, out)
             saves = _checkpoints(stack, run, experiment, spec)
-        directory = None if run is None else _open_directory(run, config, session, last_held)
-        if directory is not None:
-            stack.callback(directory.close)
+        directory = _open_directory(stack, run, config, session, last_held)
         result = Result(session.experiment, session.start, run, session=session)
-        first = 0 if branch is None else branch.step
-        loop = _Loop(result, session, saves, directory, out, last, user_callbacks, first)
+        loop = _Loop(result, session, saves, directory, out, last, user_callbacks, branch)
         stack.callback(loop.close)
         return loop.run_to_end()
 
@@ -176,28 +180,21 @@ def _set_aside(run: Path, place: Path | None, stream: TextIO) -> None:
     if first and place is not None:
         shutil.rmtree(place, ignore_errors=True)
     if aside is not None:
-        print(f"the run that was in {run} is kept in {aside}", file=stream)
+        Lines(stream).write(f"the run that was in {run} is kept in {aside}")
 
 
 def _open_directory(
-    run: Path, config: dict[str, Any], session: Session, last: str
+    stack: ExitStack, run: Path | None, config: dict[str, Any], session: Session, last: str
 ) -> RunDirectory | None:
-    """Opens the run directory on the first process. Raises on all if that fails, as
-    `share_failure`."""
+    """Opens the run directory, if there is one, on the first process, until the stack closes it.
+    Raises on all if that fails, as `share_failure`."""
+    if run is None:
+        return None
     first = jax.process_index() == 0
-    return share_failure(lambda: RunDirectory(run, config, session, last) if first else None)
-
-
-def _last_step(experiment: Experiment, steps: int | None) -> int:
-    """The step a run ends with. Raises ValueError if the experiment has no such step."""
-    last = experiment.steps if steps is None else steps
-    if not 1 <= last <= experiment.steps:
-        raise ValueError(
-            f"steps={last}; a run takes at least 1 step and at most experiment.steps="
-            f"{experiment.steps}, for which its schedules are made; use steps="
-            f"{max(1, min(last, experiment.steps))}, or another experiment.steps in a new run"
-        )
-    return last
+    opened = share_failure(lambda: RunDirectory(run, config, session, last) if first else None)
+    if opened is not None:
+        stack.callback(opened.close)
+    return opened
 
 
 class _Loop:
@@ -210,7 +207,7 @@ class _Loop:
         stream: TextIO,
         last: int,
         callbacks: Sequence[Callback],
-        first: int,
+        branch: Branch | None,
     ) -> None:
         self.result, self.session = result, session
         self.experiment = session.experiment
@@ -223,6 +220,7 @@ class _Loop:
         self.pace, self.waited = Pace(self.requests.key), 0.0
         self.readings = Readings(session, self.rates, self.pace, self.tell_metrics)
         written_by = (logging, self.rates, self.pace)
+        first = 0 if branch is None else branch.step
         self.files = MetricsFiles(run_dir, session.start, *written_by, begins=first)
         profiling, guard = Profiling(logging.profile, run_dir), GuardMessages(session.guard.tripped)
         of_several = (SlowProcess(self.pace), GarbageCollection())

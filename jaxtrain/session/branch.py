@@ -3,28 +3,32 @@ experiment."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import SavePolicy
-from jaxtrain.checkpoint.run_config import ABSENT, ANEW, CHECKPOINTS, FieldDifference
+from jaxtrain.checkpoint.run_config import (
+    ABSENT,
+    ANEW,
+    CHECKPOINTS,
+    FieldDifference,
+    read_config,
+)
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.data import BatchRamp, first_row
 from jaxtrain.experiment import Experiment, FromRun
-from jaxtrain.experiment.stored import ForeignField, saved_differences, stored_field
+from jaxtrain.experiment.stored import UntrustedNames, saved_differences, stored_field
 from jaxtrain.session.restore import restore_state, state_mismatches
 from jaxtrain.session.skips import Skips, skips_from
-from jaxtrain.state_format.chunks import Chunk
 from jaxtrain.state_format.manifest import Manifest
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.state import TrainState
 from jaxtrain.weights.start import PARAMS, manifest_of, model_differences
+from jaxtrain.weights.start_digest import START_PATHS, start_problem
 
 OF_PLATFORM = {
     "execution.attention": "PlatformKernel",
@@ -55,7 +59,7 @@ class Branch:
             return self.recorded
         differs = self.differences(experiment)
         shown = {d.path: [v.value if v is ABSENT else v for v in d[1:]] for d in differs}
-        began = {"run": str(self.run), "step": self.step, "digest": self.digest}
+        began = {"run": str(self.run), "step": self.step, "digest": self.manifest.digest}
         return {**began, "differs": shown}
 
     @cached_property
@@ -67,12 +71,6 @@ class Branch:
     def batch(self) -> int | BatchRamp:
         """The rows of a step of the other run. Raises ValueError where it cannot be read."""
         return stored_field(self.run, "batch")
-
-    @property
-    def digest(self) -> str:
-        """Names the state of the step."""
-        chunks = sorted(repr((c.leaf, c.box, c.digest)) for c in _chunks(self.manifest))
-        return sha256("".join(chunks).encode()).hexdigest()
 
     def differences(self, experiment: Experiment) -> list[FieldDifference]:
         """Returns the fields whose values are not those of the other run."""
@@ -89,7 +87,7 @@ class Branch:
         tuning = stored_field(self.run, "fine_tuning")
         try:
             of_pairs = getattr(stored_field(self.run, "data"), "of_pairs", False)
-        except ForeignField:  # rows of one's own bring them
+        except UntrustedNames:  # rows of one's own bring them
             of_pairs = False
         return of_pairs and tuning is not None and tuning.preferences is not None
 
@@ -97,14 +95,15 @@ class Branch:
         """Raises ValueError where the step is another than at the first start, its model is
         another, its state has other leaves, or the experiment begins with other weights: with each
         of them."""
-        if self.recorded is not None and self.recorded["digest"] != self.digest:
+        if self.recorded is not None and self.recorded["digest"] != self.manifest.digest:
             raise ValueError(
                 f"{self} is another state than the one that this run began with, which it has not "
                 f"saved yet; bring that back, or {ANEW}"
             )
         differences = self.differences(assembly.experiment)
         leaves = state_mismatches(assembly, self.manifest)
-        model = model_differences(FromRun(self.run, self.step), assembly)
+        # What differs in its fields is told.
+        model = model_differences(FromRun(self.run, self.step), assembly, with_untrusted=False)
         model += [leaf for leaf in leaves if leaf.startswith(PARAMS)]
         problems = [*model, *_shortened([leaf for leaf in leaves if leaf not in model])]
         problems += self._unused_start(assembly.experiment, differences)
@@ -124,10 +123,12 @@ class Branch:
     ) -> list[str]:
         """Returns a violation for starting parameters that are not those of the other run."""
         start = experiment.fine_tuning and experiment.fine_tuning.start
-        changed = any(
-            d.path == "fine_tuning" or d.path.startswith("fine_tuning.start") for d in differences
-        )
+        places = {path.removeprefix("experiment.") for path in START_PATHS}
+        changed = {d.path for d in differences if f"{d.path}.".startswith("fine_tuning.start.")}
+        changed |= {d.path for d in differences if d.path == "fine_tuning"}
         if start is None or not changed:
+            return []
+        if changed <= places and not start_problem(read_config(self.run) or {}, experiment):
             return []
         return [
             f"fine_tuning.start={start!r} would not be used: a branch has the weights of {self}; "
@@ -180,10 +181,6 @@ class Branch:
             details: Any = dict(step=self.step, directory=saves.directory)
             remedy = "begin from another step, by --from RUN@STEP"
             raise DamagedCheckpoint(error.damages, remedy=remedy, **details) from error
-
-
-def _chunks(manifest: Manifest) -> Iterator[Chunk]:
-    return (chunk for chunks in manifest.chunks.values() for chunk in chunks)
 
 
 def _shortened(leaves: list[str]) -> list[str]:

@@ -23,8 +23,10 @@ from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.reprs import PrintedReport, aligned
+from jaxtrain.session.branch import Branch
 from jaxtrain.session.held_out import HeldOutRows
 from jaxtrain.session.held_out_sets import absent_sets, for_each, open_all
+from jaxtrain.session.lineage import branch_from
 from jaxtrain.session.memory import argument_bytes, memory_violations
 from jaxtrain.session.notes import notes
 from jaxtrain.session.rows import open_split
@@ -47,7 +49,8 @@ class CheckReport(PrintedReport):
     pipeline; trained: those that are not frozen.
 
     bytes_per_device: parts as in `memory.argument_bytes`, and their total: the argument bytes of
-    the compiled step. notes: settings that run, but may not be what was intended.
+    the compiled step. notes: settings that run, but may not be what was intended. branch: what is
+    kept of the other run and which fields differ, "" for a run that is no branch.
     """
 
     assembly: Assembly
@@ -55,6 +58,7 @@ class CheckReport(PrintedReport):
     trained: int
     bytes_per_device: dict[str, int]
     notes: tuple[str, ...] = ()
+    branch: str = ""
 
     def table(self) -> str:
         """Table of the parameters: path, shape, sharding, bytes on one device; and the sharding of
@@ -74,7 +78,7 @@ class CheckReport(PrintedReport):
 
     def summary(self) -> str:
         """Two lines: parameters and mesh; bytes on each device, and the pipeline. Then one line if
-        the share of a GPU's memory is limited, and one line for each note."""
+        the share of a GPU's memory is limited, one for a branch, and one line for each note."""
         spec = self.assembly.spec
         sizes = " x ".join(f"{a}={n}" for a, n in self.assembly.sizes.items()) or "one device"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.bytes_per_device.items())
@@ -83,15 +87,16 @@ class CheckReport(PrintedReport):
         lines = [
             f"{self.parameters:,} parameters{trained} on {machine}",
             f"bytes per device: {parts}{self._pipeline_line()}",
-            *filter(None, [told_fraction(spec)]),
+            *filter(None, [told_fraction(spec), self.branch]),
         ]
         return "\n".join([*lines, *map("note: {}".format, self.notes)])
 
     def as_json(self) -> dict[str, Any]:
-        """Report for scripts; `pipeline` is present only on a mesh with stages."""
-        pipeline = self.pipeline()
+        """Report for scripts; `pipeline` is present only on a mesh with stages, `branch` only for
+        one."""
         report = {"bytes_per_device": self.bytes_per_device, "notes": list(self.notes)}
-        return report | ({} if pipeline is None else {"pipeline": pipeline})
+        of_some = {"pipeline": self.pipeline(), "branch": self.branch or None}
+        return report | {name: value for name, value in of_some.items() if value is not None}
 
     def pipeline(self) -> dict[str, Any] | None:
         """The schedule on a mesh with stages, else None: its shape, `ticks`, `cost` (forward passes
@@ -160,17 +165,23 @@ class CheckReport(PrintedReport):
 
 
 def check(
-    experiment: Experiment | str | Path, mesh: MeshSpec | str | Path, *, data_here: bool = True
+    experiment: Experiment | str | Path,
+    mesh: MeshSpec | str | Path,
+    *,
+    data_here: bool = True,
+    from_run: str | Path | None = None,
 ) -> CheckReport:
     """Returns a report of the experiment on this mesh; needs no device of the mesh.
 
-    data_here: False if the data files are on another machine; then they are not looked for. Raises
-    ValueError with all violations at once: of the two files, the data, the starting parameters, and
-    a state too large for the chip.
+    data_here: False if the data files are on another machine; then they are not looked for.
+    from_run: RUN or RUN@STEP, of which the run is to be a branch, as for `train`. Raises ValueError
+    with all violations at once: of the two files, the data, the starting parameters or the step to
+    branch off after, and a state too large for the chip.
     """
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     spec, mistyped = load_mesh(mesh), _of_other_kinds(experiment)
+    branch, refused = _branch(from_run, experiment)
     try:
         fields, held_out, absent = _look_at(experiment, data_here=data_here)
         assembly, violations = try_assemble(experiment, spec, fields)
@@ -180,13 +191,17 @@ def check(
         raise ValueError(
             format_violations(mistyped, spec)
         ) from None  # what else reads those values may fail
-    violations += absent
+    violations += absent + refused
     violations = [text for text in mistyped if not _already_reported(text, violations)] + violations
     if assembly is not None:
         violations += memory_violations(assembly)
         violations += _held_out_violations(assembly, held_out)
         try:
-            settled_start(assembly)
+            if branch is not None:
+                branch.refuse_unfit(assembly)
+                branch.skips(experiment, None)
+            elif not refused:
+                settled_start(assembly)
         except ValueError as error:
             if not violations:
                 raise
@@ -201,7 +216,17 @@ def check(
     places = without_buffers(assembly.places, assembly.buffers)
     counts = {k: _count(shapes[k].shape, p) for k, p in places.items()}
     trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
-    return CheckReport(assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)))
+    comparison = "" if branch is None else branch.comparison(experiment)
+    report = (assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)), comparison)
+    return CheckReport(*report)
+
+
+def _branch(from_run: str | Path | None, experiment: Experiment) -> tuple[Branch | None, list[str]]:
+    """Returns where a run is to begin, None for nowhere, and why it cannot."""
+    try:
+        return branch_from(from_run, None, experiment.steps, fresh=False), []
+    except ValueError as error:
+        return None, [f"from_run (--from): {error}"]
 
 
 def _of_other_kinds(experiment: Experiment) -> list[str]:

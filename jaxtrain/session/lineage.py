@@ -6,30 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.run_config import ANEW, CHECKPOINTS, read_config
+from jaxtrain.checkpoint.run_config import ANEW, BRANCH, CHECKPOINTS, read_config
 from jaxtrain.checkpoint.run_config import NAME as CONFIG
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.cluster.agreement import from_first
-from jaxtrain.files.stores import local_path
 from jaxtrain.session.branch import Branch
+from jaxtrain.weights.run_step import FORM, run_and_step
 from jaxtrain.weights.start import manifest_of
-
-NAME = "branch"
-"""The entry of a run's config.json that says where it began."""
-FORM = "RUN or RUN@STEP, a run directory and the number of a step saved there"
 
 
 def branch_from(
-    asked: str | Path | None, run: Path | None, last: int, *, fresh: bool
+    source: str | Path | None, run: Path | None, last: int, *, fresh: bool
 ) -> Branch | None:
     """Returns where a run begins, the same on all processes; None for a run that is no branch.
 
-    asked: RUN or RUN@STEP, the newest step if none is given; None for what is recorded in `run`,
+    source: RUN or RUN@STEP, the newest step if none is given; None for what is recorded in `run`,
     the directory that the run goes on in (None: it has none). last: the step that it ends with.
     fresh: it begins anew there. Raises ValueError where there is no such step, nothing would be
     trained after it, or `run` began elsewhere.
     """
-    begins = from_first(lambda: _beginning(asked, run, fresh=fresh))
+    begins = from_first(lambda: _beginning(source, run, fresh=fresh))
     if begins is None:
         return None
     branch = Branch(Path(begins["run"]), begins["step"], begins if "differs" in begins else None)
@@ -37,28 +33,33 @@ def branch_from(
     return branch
 
 
-def _beginning(asked: str | Path | None, run: Path | None, *, fresh: bool) -> dict[str, Any] | None:
+def _beginning(
+    source: str | Path | None, run: Path | None, *, fresh: bool
+) -> dict[str, Any] | None:
     config = None if run is None or fresh else read_config(run)
     recorded = recorded_in(config)
-    if asked is None:
+    if source is None:
         return recorded
-    path, step = run_and_step(asked)
-    source = path.resolve()
-    begins = {"run": str(source), "step": step}
-    if run is not None and source.is_relative_to(run.resolve()):
+    path, step = run_and_step(source)
+    place = path.resolve()
+    begins = {"run": str(place), "step": step}
+    if run is not None and place.is_relative_to(run.resolve()):
         otherwise = "begin anew there" if fresh else "go on with that run"
         raise ValueError(
             f"a branch of {path} is a run of its own, not in {run}; give another --run-dir or "
             f"--name, or leave --from out to {otherwise}"
         )
-    if recorded and recorded["run"] == begins["run"] and step in (None, recorded["step"]):
-        return recorded  # the other run may have removed the step meanwhile
+    if recorded and step in (None, recorded["step"]):
+        if recorded["run"] == begins["run"]:
+            return recorded  # the other run may have removed the step meanwhile
+        if _digest_of(path, recorded["step"]) == recorded["digest"]:  # it was moved
+            return {**recorded, "run": begins["run"]}
     if config is not None:
         began = "is no branch of another"
         if recorded:
             began = f"began at {recorded['run']}@{recorded['step']}"
         raise ValueError(
-            f"the run in {run} {began}, and --from is {asked}: leave --from out to go on with it, "
+            f"the run in {run} {began}, and --from is {source}: leave --from out to go on with it, "
             f"or {ANEW}"
         )
     refuse_no_directory(path)
@@ -68,17 +69,12 @@ def _beginning(asked: str | Path | None, run: Path | None, *, fresh: bool) -> di
     return {**begins, "step": manifest_of(path, step)[0]}
 
 
-def run_and_step(text: str | Path) -> tuple[Path, int | None]:
-    """Returns the directory of RUN or RUN@STEP, and the step, None if none is given. Raises
-    ValueError for what is neither."""
-    if not isinstance(text, str | Path) or not str(text):
-        raise ValueError(f"{text!r} is no run; give {FORM}")
-    path, at, step = str(text).rpartition("@")
-    if not at or Path(text).exists():
-        return local_path("run", text), None
-    if not step.isdecimal():
-        raise ValueError(f"{text} has no step behind the @; give {FORM}")
-    return local_path("run", path), int(step)
+def _digest_of(run: Path, step: int) -> str | None:
+    """Returns the digest of a step's state, None where there is no such step."""
+    try:
+        return manifest_of(run, step)[1].digest
+    except ValueError:
+        return None
 
 
 def refuse_no_directory(path: Path) -> None:
@@ -92,13 +88,13 @@ def refuse_no_directory(path: Path) -> None:
 def recorded_in(config: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns where the run of a config.json began: its directory `run`, the `step`, and what
     `differs`; None if it is no branch. Raises ValueError for an entry of another form."""
-    entry = (config or {}).get(NAME)
+    entry = (config or {}).get(BRANCH)
     if entry is None:
         return None
     kinds = {"run": str, "step": int, "digest": str, "differs": dict}
     fits = isinstance(entry, dict) and all(type(entry.get(k)) is v for k, v in kinds.items())
     if not fits or not entry["run"].isprintable() or entry["step"] < 1:
         raise ValueError(
-            f"{CONFIG} has {NAME}={json.dumps(entry)}, which does not say where a run began"
+            f"{CONFIG} has {BRANCH}={json.dumps(entry)}, which does not say where a run began"
         )
     return entry

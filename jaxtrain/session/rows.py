@@ -19,6 +19,7 @@ from jaxtrain.validation.own_data import (
     WithinVocabulary,
     Wrapped,
     dataset_violations,
+    token_violations,
 )
 from jaxtrain.validation.preferences import pair_rows_violations
 from jaxtrain.violations import raise_violations
@@ -50,6 +51,10 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
             f"{listed(lacking)}; a {type(experiment.model).__name__} reads {listed(reads)}, "
             f"[rows, ..], and where they are there weights, segments and positions"
         )
+    raise_violations(
+        token_violations(row, next(iter(described.fields), None)),
+        f"the {split} rows of {type(data).__name__}",
+    )
     if experiment.objective is not None and not hasattr(dataset, "set_reference"):
         own = dataset.rows(np.arange(min(TRIED, len(dataset))))
         raise_violations(pair_rows_violations(own), f"the {split} rows of {type(data).__name__}")

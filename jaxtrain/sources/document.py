@@ -74,6 +74,11 @@ def fingerprint(source: Source, split: str) -> str:
     return hashlib.sha256(repr((source, split, listed)).encode()).hexdigest()
 
 
+def holds_none_out(source: Source) -> bool:
+    """True if no document of a source is held out."""
+    return getattr(source, "held_out", None) == 0 and not getattr(source, "held_out_patterns", ())
+
+
 def is_held_out(key: str, fraction: float) -> bool:
     """True if the document with this `key` is in the `fraction` that is held out."""
     hashed = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,13 @@ class Manifest(NamedTuple):
     metadata: dict[str, Any]
     chunks: dict[str, list[Chunk]]
     sizes: dict[str, int]
+
+    @property
+    def digest(self) -> str:
+        """Names the whole state: a digest of all chunks."""
+        listed = (chunk for chunks in self.chunks.values() for chunk in chunks)
+        texts = sorted(repr((c.leaf, c.box, c.digest)) for c in listed)
+        return sha256("".join(texts).encode()).hexdigest()
 
     def earlier(self) -> Earlier:
         """Returns the chunks by leaf and box, for a later save that can share them."""

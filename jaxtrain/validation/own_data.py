@@ -55,6 +55,25 @@ def _shape_violations(dataset: Any) -> list[str]:
     return [f"rows([0, 1]) gave {', '.join(wrong)}; give arrays [2, ...]"] if wrong else []
 
 
+OF_TOKENS = (TARGETS, "weights", "segments", "positions")
+"""Fields with a number for each token."""
+
+
+def token_violations(row: Batch, tokens: str | None) -> list[str]:
+    """Returns violations of fields that have not a number for each token. row: a row of the data.
+    tokens: the field of tokens, None for a model without."""
+    if tokens not in row:
+        return []
+    shape = np.shape(row[tokens])[1:]
+    others = {name: np.shape(row[name])[1:] for name in OF_TOKENS if name in row}
+    return [
+        f"{name!r} of a row is {list(other)}, and its {tokens!r} {list(shape)}; give a number for "
+        "each token"
+        for name, other in others.items()
+        if other != shape
+    ]
+
+
 def _callable(owner: Any, name: str) -> bool:
     return callable(getattr(owner, name, None))
 

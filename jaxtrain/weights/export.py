@@ -19,6 +19,7 @@ from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.models.buffers import buffers_of
 from jaxtrain.models.layered import description_of
 from jaxtrain.weights.loading import Loaded, LoadedAdapters, is_run, load, refuse_absent
+from jaxtrain.weights.run_step import run_and_step
 from jaxtrain.weights.tokenizer_files import (
     GENERATION,
     declared_positions,
@@ -37,21 +38,22 @@ def export(
     trust: Trust = (),
     adapters: bool = False,
 ) -> Path:
-    """Writes the model of a run directory as the folder `out`, with the tokenizer of its data.
+    """Writes the model of RUN or RUN@STEP as the folder `out`, with the tokenizer of its data.
     Where the run does not keep a tokenizer, a warning says so and the folder is written without
     one.
 
     adapters: True writes the adapters of LoRA alone, as a folder of `peft` without tokenizer, which
     names the folder that the run began with. Refused where they alone are not what was trained.
 
-    step: None for the newest of the durable checkpoints; newer ones that only the disks of a
-    `LocalTier` have are ignored. averaged: the averaged weights; None where the run keeps any.
-    dtype: of the files, None for that of the parameters. mesh: the parameters are split over it on
-    their way; None puts all on one device. trust: as for `generate_text`. All processes call this.
+    step: in place of @STEP; None for the newest of the durable checkpoints; newer ones that only
+    the disks of a `LocalTier` have are ignored. averaged: the averaged weights; None where the run
+    keeps any. dtype: of the files, None for that of the parameters. mesh: the parameters are split
+    over it on their way; None puts all on one device. trust: as for `generate_text`. All processes
+    call this.
     Before a weight is read, raises ValueError where there is no such run or step, no family has its
     model, or `out` exists; and DamagedCheckpoint.
     """
-    run, out = local_path("run", run), local_path("out", out)
+    (run, step), out = run_and_step(run, step), local_path("out", out)
     refuse_absent(run)
     if not is_run(run):
         raise ValueError(f"{run} has no checkpoints; give a run directory")

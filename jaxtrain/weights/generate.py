@@ -124,7 +124,7 @@ def generate_text(
     trust: Trust = (),
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Returns the continuation of `prompt` by the model of a run directory, or of a folder as
+    """Returns the continuation of `prompt` by the model of RUN or RUN@STEP, or of a folder as
     `transformers` writes it; up to the end of the text, if the model ends it. Takes a run's
     averaged weights where it keeps them.
 

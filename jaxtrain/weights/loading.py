@@ -16,7 +16,6 @@ from jaxtrain.experiment import FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, own_attention, stored_field
 from jaxtrain.files.regular import refuse_links
-from jaxtrain.files.stores import local_path
 from jaxtrain.huggingface import read_config, read_params
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
@@ -28,6 +27,7 @@ from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.optim.precision import Precision, fp32
 from jaxtrain.validation.own_attention import is_standard
 from jaxtrain.violations import raise_violations
+from jaxtrain.weights.run_step import run_and_step
 from jaxtrain.weights.start import (
     PARAMS,
     StoredStep,
@@ -99,13 +99,14 @@ def load(
     """Returns the model of a run directory, or of a folder as `transformers` writes it. No weight
     is read before the first access of `params`.
 
-    step: of a run, None for the newest of its durable checkpoints; newer ones that only the disks
-    of a `LocalTier` have are ignored. averaged: its averaged weights; None where it keeps any.
-    mesh: the parameters are split over it; None puts all on one device. trust: modules of the
-    caller's own that a run may name, as for `stored_field`; no other code is imported. Raises
-    ValueError where `path` is neither of them, and DamagedCheckpoint.
+    path: a folder, or RUN or RUN@STEP. step: in place of @STEP; None for the newest of the durable
+    checkpoints; newer ones that only the disks of a `LocalTier` have are ignored. averaged: its
+    averaged weights; None where it keeps any. mesh: the parameters are split over it; None puts all
+    on one device. trust: modules of the caller's own that a run may name, as for `stored_field`; no
+    other code is imported. Raises ValueError where `path` is neither of them, and
+    DamagedCheckpoint.
     """
-    path = local_path("path", path)
+    path, step = run_and_step(path, step)
     refuse_absent(path)
     spec = mesh_from_axes(data=1) if mesh is None else mesh
     if is_run(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.load import config_of, stored_name
 from jaxtrain.experiment.stored import (
     ForeignField,
+    UntrustedNames,
     completed,
     of_another,
     own_attention,
@@ -92,11 +94,15 @@ def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
     stored_params(start, shapes, own_leaves(e.model), model_differences(start, assembly))
 
 
-def model_differences(start: FromRun, assembly: Assembly) -> list[str]:
+def model_differences(
+    start: FromRun, assembly: Assembly, *, with_untrusted: bool = True
+) -> list[str]:
     """Returns why the parameters of a run would compute something else in this model, as far as
-    their shapes do not show it, one line each."""
-    e = assembly.experiment
-    problems = [] if start.leaves is not None else _model_differences(start, e)
+    their shapes do not show it, one line each. with_untrusted: raise ValueError for a model with
+    objects in it of modules that are not trusted; else its shapes alone are compared."""
+    e, problems = assembly.experiment, []
+    with nullcontext() if with_untrusted else suppress(UntrustedNames):
+        problems = [] if start.leaves is not None else _model_differences(start, e)
     problems += _attention_differences(start, e)
     return problems + _scale_difference(start, e, _loaded_shapes(assembly))
 

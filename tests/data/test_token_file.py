@@ -128,7 +128,7 @@ def test_a_finished_file_is_opened_not_made_again(source: TextFiles, tmp_path: P
 
 
 def test_an_empty_corpus_and_bad_arguments_are_refused(source: TextFiles, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"split 'held_out' of TextFiles.* has no text"):
+    with pytest.raises(ValueError, match=r"held_out=0 of TextFiles.* holds no document out: use"):
         tokenize(source, ByteTokenizer(), tmp_path / "a", split="held_out")
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"split 'train' of JsonLines.* has no text"):

@@ -603,6 +603,16 @@ def test_resume_calls_no_factory_of_a_class_the_experiment_has_not() -> None:
     assert completed(config, replace(EXPERIMENT, data=grown))["experiment"]["data"]["newer"] == 2
 
 
+def test_what_is_defined_within_a_function_is_not_stored() -> None:
+    """A run that could not be read back is refused before it begins, by `check` too."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Local(OwnData): ...
+
+    with pytest.raises(ValueError, match=r"^experiment\.data is of .*Local: classes within a func"):
+        config_of(replace(EXPERIMENT, data=Local()))
+
+
 def test_a_resumed_run_may_change_what_leaves_its_numbers_as_they_are() -> None:
     """Of an experiment and its execution all but these: they decide what is learned."""
     learned = {

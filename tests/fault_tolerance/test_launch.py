@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from jaxtrain import cli
 from jaxtrain.cli import launch
 from jaxtrain.cluster.exit_codes import PREEMPTED
 from jaxtrain.cluster.join import TLS_FILES, free_port
+from jaxtrain.fault_tolerance.beginning import Beginning
 
 EXPERIMENT = '''
 """A run of a few seconds, with code of its own that it calls."""
@@ -98,7 +100,8 @@ def failures(folder: Path, run: str) -> list[dict[str, Any]]:
 def undisturbed(folder: Path) -> dict[int, float]:
     code, said = launched(folder, "undisturbed")
     assert code == 0, said
-    assert "[0] done: 48 steps" in said and "[1]" not in said and "Gloo" not in said
+    assert re.search(r"\[0\] \S+ done: 48 steps", said)
+    assert "[1]" not in said and "Gloo" not in said
     assert not (folder / "undisturbed" / "failures.jsonl").exists()
     return losses(folder, "undisturbed")
 
@@ -112,10 +115,13 @@ FAULTS = {
     "corrupt@34:0": ("killed", "step", 0),
 }
 """Fault -> the kind of failure, the phase and the process that are to be named."""
-RESUMED = dict(zip(FAULTS, ({8, 16}, {8, 16}, {8, 16, 24}, {16, 24}, {16, 24}), strict=True))
+LATER = {32, 40}
+RESUMED = dict(
+    zip(FAULTS, ({8, 16}, {8, 16}, {8, 16, 24} | LATER, {16, 24} | LATER, {16, 24}), strict=True)
+)
 """From which save: the last one, or the one before if that was not whole yet. One that was stopped
-is let go on for a moment, for its stacks: it may end a save. The one that was corrupted is passed
-over."""
+is let go on for a moment, for its stacks: it may end a save, or come to a later one. The one that
+was corrupted is passed over."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -210,12 +216,14 @@ def test_ctrl_c_saves_on_all(folder: Path) -> None:
     started.send_signal(signal.SIGINT)
     said += started.communicate(timeout=300)[0]
     assert started.returncode == PREEMPTED, said
-    assert re.search(r"\[0\] stopped; step \d+ is saved", said)
+    assert re.search(r"\[0\] \S+ stopped; step \d+ is saved", said)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_machine_that_is_lost(folder: Path, undisturbed) -> None:
-    """Two agents; one is gone for good after step 20."""
+    """Two agents; one is gone for good after step 20. The first start begins anew, and keeps the
+    run that is there."""
+    shutil.copytree(folder / "undisturbed", folder / "fewer")
     port = free_port()
     environ = bare_environment(folder) | {"JAXTRAIN_KEY": "0123456789abcdef"}
     own = [sys.executable, "-m", "jaxtrain"]
@@ -224,8 +232,9 @@ def test_a_run_goes_on_without_a_machine_that_is_lost(folder: Path, undisturbed)
         for name in ("one", "two")
     ]
     flags = ["--machines=2", "--elastic", f"--listen=127.0.0.1:{port}", "--fault=lose@20:1"]
+    flags += ["--fault=clean@12:0"]  # the folder that all share
     flags += ["--rejoin=1"]  # it is gone for good
-    train = ["train", "experiment.py", "--mesh", "mesh.toml", "--run-dir", "fewer"]
+    train = ["train", "experiment.py", "--mesh", "mesh.toml", "--run-dir", "fewer", "--fresh"]
     done = subprocess.run(
         [*own, "launch", *flags, "--", *train],
         cwd=folder, env=environ, capture_output=True, text=True, timeout=900, check=False,
@@ -239,6 +248,9 @@ def test_a_run_goes_on_without_a_machine_that_is_lost(folder: Path, undisturbed)
     assert "on 1 machines, of 2 wanted and 1 here: data=1 x fsdp=2, microbatches=2" in said
     (resumed,) = map(int, re.findall(r"resuming at step (\d+)", said))
     assert resumed in (8, 16)
+    assert said.count(" the run that was in fewer is kept in fewer.1") == 1
+    assert losses(folder, "fewer.1") == undisturbed
+    assert {p.name for p in folder.glob("*fewer*")} == {"fewer", "fewer.1"}
     found = losses(folder, "fewer")
     assert found == pytest.approx(undisturbed, rel=1e-5)
     assert {k: v for k, v in found.items() if k <= resumed} == {
@@ -261,6 +273,26 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(name: str, ca
     command, said = REFUSED[name]
     assert cli.main(["launch", "--processes", "3", "--", *command]) == cli.REFUSED
     assert said in capsys.readouterr().err
+
+
+def test_each_start_of_a_launch_knows_which_run_it_began() -> None:
+    train = ["train", "e.py", "--set", "name=--fresh"]
+
+    def commands(*flags: str) -> list[str]:
+        command = [*train, *flags]
+        options = cli._parser().parse_args(command)
+        given = launch._for_starts(command, options)
+        assert cli._parser().parse_args(given).fresh_once == options.fresh_once
+        return given
+
+    assert commands() == train and commands("--fresh-once", "a") == [*train, "--fresh-once", "a"]
+    first, second = commands("--fresh"), commands("--fresh")
+    assert first[:-1] == second[:-1] == [*train, "--fresh", "--fresh-once"]
+    assert first[-1] != second[-1] and len(first[-1]) == 16
+    both = ("--fresh", "--fresh-once", "a")
+    assert commands(*both) == [*train, *both]
+    with pytest.raises(ValueError, match="and --numbered would take another directory each time"):
+        commands("--numbered")
 
 
 def test_wrong_rules_are_refused(capsys) -> None:
@@ -309,8 +341,8 @@ def test_how_long_a_lost_machine_is_waited_for_is_said(capsys, monkeypatch) -> N
         raise ValueError("enough is known")
 
     monkeypatch.setattr(launch, "Roster", roster)
-    monkeypatch.setattr(launch, "_layouts", lambda *_, **__: {})
-    monkeypatch.setattr(launch, "_machines", lambda *_: (None, None))
+    monkeypatch.setattr(launch, "_plans", lambda *_: None)
+    monkeypatch.setattr(launch, "_machines", lambda *_, **__: (None, None))
     for flags in ([], ["--elastic", "--rejoin=30", "--wait=inf"]):
         assert cli.main(["launch", "--machines=2", *flags, *train]) == cli.REFUSED
     assert given == [(300, 10), (math.inf, 30)]
@@ -326,9 +358,37 @@ def test_a_launch_over_machines_says_that_others_could_take_part(
         for name in TLS_FILES:
             monkeypatch.setenv(name, path)
         with ExitStack() as stack:
-            agents, _ = launch._machines(options, tmp_path, told.append, stack)  # type: ignore[arg-type]
+            agents, _ = launch._machines(options, tmp_path, told.append, stack, anew=False)  # type: ignore[arg-type]
             agents.close(0)
         assert any("is open to all" in line for line in told) == is_open
+
+
+def test_a_launch_that_begins_anew_says_so_and_keeps_its_files_beside_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the directory they would be moved with the run that is there."""
+    monkeypatch.setenv("JAXTRAIN_KEY", "0123456789abcdef")
+    monkeypatch.chdir(tmp_path)
+    seen: list[tuple[Path, Path, Beginning]] = []
+
+    def supervisor(command, roster, tell, run_dir, folder, *, beginning, **_):
+        text = command[-1] if "--fresh" in command else beginning.text
+        assert beginning.text == text
+        seen.append((run_dir, folder, beginning))
+        raise ValueError("enough is known")
+
+    monkeypatch.setattr(launch, "Supervisor", supervisor)
+    train = ["train", "e.py", "--mesh", "cpu_8", "--run-dir", "runs/a"]
+    for more in ([], ["--fresh"], ["--fresh-once", "a"]):
+        flags = ["--machines=2", f"--listen=127.0.0.1:{free_port()}"]
+        assert cli.main(["launch", *flags, "--", *train, *more]) == cli.REFUSED
+        assert Path("runs/a").exists() == (not more)
+        shutil.rmtree("runs")
+    nothing, anew, once = (beginning for *_, beginning in seen)
+    assert (nothing, anew.again, once) == (Beginning(), True, Beginning("a"))
+    runs = tmp_path / "runs"
+    assert [folder.parent for _, folder, _ in seen] == [runs / "a", runs, runs]
+    assert all(folder.name.startswith(".a.launch-") for _, folder, _ in seen[1:])
 
 
 @pytest.mark.parametrize("how", [["--processes=2"], ["--slurm", "--dry-run"]])

@@ -338,6 +338,28 @@ def test_options_that_a_scheduler_has_no_use_for_are_refused(capsys) -> None:
     assert "--image, which has jaxtrain in it" in said and "the --claim of a volume" in said
 
 
+def test_a_job_that_repeats_begins_its_run_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.py").touch()
+    train = ["--", "train", "e.py", "--mesh", "h100_64", "--fresh", "--run-dir"]
+    texts = []
+    for flag in ("--slurm", "--slurm", "--ray"):
+        assert cli.main(["launch", flag, "--dry-run", "--unchecked", *train, "runs/a"]) == 0
+        said = capsys.readouterr().out
+        (text,) = re.findall("--fresh-once[ ',]+([0-9a-f]{16})", said)
+        texts.append(text)
+    assert len({*texts}) == 3
+    flags = ["--dry-run", "--unchecked", "--image=a"]
+    assert cli.main(["launch", "--slurm", *flags, *train, "runs/a"]) == 0
+    for launched in (["--slurm", *flags, *train, "/r/a"], ["--k8s", *flags, *train, "/r/a"]):
+        assert cli.main(["launch", *launched]) == cli.REFUSED
+        said = capsys.readouterr().err
+        assert "--fresh moves the run that is in /r/a, where the job's containers have" in said
+        assert f"or one below {tmp_path}" in said or "--k8s" in launched
+
+
 def test_a_scheduler_that_is_not_here_is_told(capsys, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     train = ["--", "train", "experiments/stdlib_lm.py", "--mesh", "h100_64", "--run-dir", "/r/a"]
@@ -346,7 +368,7 @@ def test_a_scheduler_that_is_not_here_is_told(capsys, monkeypatch) -> None:
 
 
 def test_what_check_refuses_is_refused_before_a_job_is_written(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the same settings and mesh; an image's own file cannot be checked here, which is said."""
     asked = []
@@ -372,6 +394,25 @@ def test_what_check_refuses_is_refused_before_a_job_is_written(
     pods = ["launch", "--k8s", "--dry-run", "--image=a", "--", "train"]
     assert cli.main([*pods, file, "--mesh", "h100_64", "--run-dir", "/a"]) == 0
     assert asked[2:] == [["check", file, "--mesh", "h100_64", "--data-elsewhere"]]
+    assert cli.main([*pods, file, "--mesh", "h100_64", "--run-dir", "/a", "--from", "/b@3"]) == 0
+    assert asked.pop() == asked[2], "a pod's own run is not here"
+    assert cli.main([*slurm, *train, "--from", "runs/b@3"]) == 0
+    assert asked.pop() == ["check", file, "--mesh", "h100_64", "--from", "runs/b@3"]
+    here = Path.cwd()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.py").touch()
+    begun = tmp_path / "runs" / "e"
+    begun.mkdir(parents=True)
+    branch = ["--", "train", "e.py", "--mesh", "h100_64", "--from", "runs/b@3"]
+    for config, flags, is_asked in (
+        ('{"branch": {}}', [], False), ('{"branch": {}}', ["--fresh"], True), ("{}", [], True),
+        ("{", [], True),
+    ):  # fmt: skip
+        (begun / "config.json").write_text(config)
+        assert cli.main([*slurm, *branch, *flags]) == 0
+        assert ("--from" in asked.pop()) == is_asked, "one that has begun needs no other run"
+    monkeypatch.chdir(here)
+    capfd.readouterr()
     assert cli.main([*pods, "none.py", "--mesh", "h100_64", "--run-dir", "/a"]) == 0
     assert "none.py is not here: it is not checked" in capfd.readouterr().err and len(asked) == 3
     monkeypatch.setattr(submit, "own_command", lambda *words: ["false", *words])

@@ -19,6 +19,7 @@ from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.run_lock import sole_run
 from jaxtrain.cluster.sampler import ProcessSample, SampleFile
 from jaxtrain.fault_tolerance import supervisor as supervising
+from jaxtrain.fault_tolerance.beginning import Beginning
 from jaxtrain.fault_tolerance.deadlines import Deadlines
 from jaxtrain.fault_tolerance.faults import Fault
 from jaxtrain.fault_tolerance.ledger import OPEN, read_entries, read_ledger
@@ -44,6 +45,8 @@ def supervise(tmp_path: Path):
         step: float = 60,
         during=None,
         faults=(),
+        beginning=Beginning(),  # noqa: B008
+        files=(),
         **rule,
     ):
         told: list[str] = []
@@ -55,7 +58,7 @@ def supervise(tmp_path: Path):
             [str(tmp_path)],
             Roster(
                 LocalMachines(slots_of(2, samples, program, environ)),
-                {2: MachineLayout(2)},
+                {2: MachineLayout(2, files=files)},
                 0,
                 told.append,
             ),
@@ -65,6 +68,7 @@ def supervise(tmp_path: Path):
             run_dir=tmp_path / "run",
             folder=samples,
             faults=faults,
+            beginning=beginning,
         )
         if during is not None:
             threading.Thread(target=during, args=(made, told), daemon=True).start()
@@ -602,6 +606,60 @@ def test_of_a_start_without_a_step_nothing_is_written_while_another_run_has_the_
     else:
         assert names == {"ledger.jsonl", "failures.jsonl"} and len(failures) == 2
         assert len(read_entries(tmp_path / "run")) == 3, "two starts, and the wait between them"
+
+
+def test_a_launch_that_begins_anew_leaves_the_run_that_was_there_alone(
+    supervise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until one of its starts has made it its own; and its command would begin anew again."""
+    roster: Any = SimpleNamespace(choose=lambda stopped: False)
+    monkeypatch.setattr("jaxtrain.checkpoint.storage.committed_steps", lambda folder: [4])
+    told: list[str] = []
+    run = tmp_path / "run"
+    places: Any = dict(tell=told.append, run_dir=run, folder=tmp_path)
+    made = Supervisor([], roster, **places, beginning=Beginning("a", again=True))
+    made._records.add("failures.jsonl", {"start": 1})
+    made.stopping = 1
+    run.mkdir()
+    for config in (None, "{", '{"begun_by": "b"}'):
+        if config is not None:
+            (run / "config.json").write_text(config)
+        assert made.run() == 130 and not (run / "failures.jsonl").exists()
+        text = "nothing is saved; nothing of this run is recorded: it has taken no step"
+        assert text in told[-1]
+    (run / "config.json").write_text('{"begun_by": "a"}')
+    assert made.run() == 130 and (run / "failures.jsonl").exists()
+    assert "the newest save is 4, from which the same command without --fresh goes on" in told[-1]
+    for beginning in (Beginning("a"), Beginning()):
+        again = Supervisor([], roster, **places, beginning=beginning)
+        again.stopping = 1
+        assert again.run() == 75
+        assert "the newest save is 4, from which the same command goes on" in told[-1]
+
+
+def test_files_that_a_start_is_given_are_written_again_for_the_next(
+    supervise, tmp_path: Path
+) -> None:
+    """As where a cleaner of old files has removed them."""
+    file = tmp_path / "elastic" / "mesh.toml"
+    script = f"""
+import shutil
+assert Path({str(file)!r}).read_text() == "a mesh"
+if start == 0 and process == 0:
+    shutil.rmtree({str(file.parent)!r})
+    os._exit(1)
+if start == 0:
+    time.sleep(300)
+"""
+    code, told, failures = supervise(script, files=((file, "a mesh"),))
+    assert code == 0 and len(failures) == 1, told
+
+
+def test_processes_that_saved_and_left_do_not_begin_anew_again(supervise) -> None:
+    """By 75 a scheduler would give the same command again, which would move what they saved."""
+    cases = ((Beginning(), 75), (Beginning("a"), 75), (Beginning("a", again=True), 130))
+    for beginning, code in cases:
+        assert supervise("sys.exit(75)", beginning=beginning)[0] == code
 
 
 def test_a_launch_that_lacks_machines_tells_what_it_could_not_write(tmp_path: Path) -> None:

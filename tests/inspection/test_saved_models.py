@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from flax import nnx
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.checkpoint import committed_steps
 from jaxtrain.data import BigramChain, BpeTokenizer, ByteTokenizer, TokenizerFile
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.whole import WholeDocuments
@@ -225,8 +227,32 @@ def test_a_text_begins_as_it_did_in_training(home: Path, tmp_path: Path) -> None
     )
     assert values["eval_loss"] == result.evaluation["eval_loss"]
     other = jaxtrain.TextData(source, TokenizerFile(str(folder), add_bos=False), seq=32)
+    own = jaxtrain.evaluate(home / "with bos", cache_dir=home / "cache")
+    moved = folder.rename(home / "moved")
+    with pytest.warns(UserWarning) as told:
+        again = jaxtrain.evaluate(home / "with bos", cache_dir=home / "cache")
+    text = rf"there is no tokenizer {folder}.*: texts are encoded by the tokenizer that .* keeps"
+    assert [bool(re.search(text, str(w.message))) for w in told] == [True]
+    assert again == own and own["eval_loss"] == values["eval_loss"], "by the tokenizer it keeps"
+    moved.rename(folder)
     bare = jaxtrain.evaluate(home / "with bos", other, cache_dir=home / "cache")
     assert bare["eval_loss"] != values["eval_loss"]  # the same ids, without bos
+
+
+@pytest.mark.filterwarnings("ignore:there is no tokenizer")
+def test_a_text_ends_as_it_did_in_training(home: Path) -> None:
+    """Without eos, of a tokenizer that puts none behind a document; also where its file is gone."""
+    folder, cache = write_folder(home / "without eos", "mistral").parent, dict(cache_dir=home / "c")
+    source = TokenizerFile(str(folder), add_eos=False)
+    experiment = of_text(home, source)
+    experiment = replace(experiment, model=replace(experiment.model, vocab=400))
+    result = trained(experiment, home / "bare", **cache)
+    own = jaxtrain.evaluate(home / "bare", **cache)
+    assert own["eval_loss"] == result.evaluation["eval_loss"]
+    data = experiment.data.source
+    assert jaxtrain.evaluate(home / "bare", data, split="held_out", **cache) == own
+    folder.rename(home / "moved without eos")
+    assert jaxtrain.evaluate(home / "bare", **cache) == own
 
 
 def test_files_are_read_as_the_run_s_own(home: Path, tmp_path: Path) -> None:
@@ -350,9 +376,8 @@ def test_texts_that_share_rows_are_scored_as_if_alone(saved, name: str) -> None:
     """By the logits of the model on one device, a text at a time; ids are likeliest by argmax."""
     run, random = saved(name), np.random.default_rng(0)
     texts = [random.integers(VOCAB, size=n).tolist() for n in [2, SEQ + 1, 3, *range(2, 9)] * 3]
-    scorer = run_scorer(run, mesh=jaxtrain.mesh_from_axes(**LAYOUTS[name]))
-    assert scorer.seq == SEQ
-    scores, model = scorer.score(texts), jaxtrain.load(run)
+    score = run_scorer(run, SEQ, mesh=jaxtrain.mesh_from_axes(**LAYOUTS[name]))
+    scores, model = score(texts), jaxtrain.load(run)
     assert len(scores) == len(texts)
     marks = []
     for text, (log_probs, likeliest) in zip(texts, scores, strict=True):
@@ -363,8 +388,8 @@ def test_texts_that_share_rows_are_scored_as_if_alone(saved, name: str) -> None:
         np.testing.assert_array_equal(likeliest, best == np.array(text[1:]))
         marks += likeliest.tolist()
     assert True in marks and False in marks
-    assert scorer.score([]) == []
-    (alone,) = scorer.score([[5]])
+    assert score([]) == []
+    (alone,) = score([[5]])
     assert not len(alone.log_probs) and not len(alone.likeliest)
 
 
@@ -384,7 +409,7 @@ def test_texts_do_not_compete_for_the_places_of_experts(tmp_path: Path) -> None:
         logging=jaxtrain.Logging(tensorboard=False),
     )
     trained(experiment, tmp_path / "run")
-    score, random = run_scorer(tmp_path / "run").score, np.random.default_rng(0)
+    score, random = run_scorer(tmp_path / "run", SEQ), np.random.default_rng(0)
     texts = [random.integers(VOCAB, size=4).tolist() for _ in range(12)]
     together = score(texts)
     for text, of_text in zip(texts, together, strict=True):
@@ -393,7 +418,7 @@ def test_texts_do_not_compete_for_the_places_of_experts(tmp_path: Path) -> None:
 
 def test_a_scorer_takes_averages_and_refuses_what_it_cannot_score(bpe, own, tmp_path) -> None:
     run, ids = bpe[1], [3, 1, 4, 1, 5]
-    averaged, last = (run_scorer(run, averaged=a).score([ids])[0] for a in (None, False))
+    averaged, last = (run_scorer(run, SEQ, averaged=a)([ids])[0] for a in (None, False))
     for scored, kind in ((averaged, None), (last, False)):
         (expected,) = jaxtrain.score(run, [ids], averaged=kind)
         np.testing.assert_allclose(scored.log_probs, expected.log_probs[1:], rtol=1e-5)
@@ -401,7 +426,7 @@ def test_a_scorer_takes_averages_and_refuses_what_it_cannot_score(bpe, own, tmp_
     saves = jaxtrain.SavePolicy(every=1)
     trained(replace(own, model=noted, steps=1, checkpoints=saves), tmp_path / "run")
     with pytest.raises(ValueError, match="a function computes its loss itself, so"):
-        run_scorer(tmp_path / "run", trust=("tests", __name__))
+        run_scorer(tmp_path / "run", SEQ, trust=("tests", __name__))
 
 
 class NotedTable(Table):
@@ -579,3 +604,25 @@ def test_the_command(bpe, home: Path, tmp_path: Path, capsys, monkeypatch) -> No
     last = jaxtrain.evaluate(run, averaged=False, cache_dir=home / "cache")
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == last
     assert cli.main(["evaluate", str(tmp_path)]) == 2
+
+
+def test_a_step_is_named_alike_everywhere(bpe, tmp_path: Path) -> None:
+    run = bpe[1]
+    (first, *_, last) = committed_steps(run / "checkpoints")
+    texts = [
+        jaxtrain.generate_text(name, "a text", tokens=8, **more)
+        for name, more in ((f"{run}@{first}", {}), (run, {"step": first}))
+    ]
+    assert texts[0] == texts[1]
+    folders = [
+        jaxtrain.export(name, tmp_path / folder, **more) / "model.safetensors"
+        for folder, name, more in (
+            ("a", f"{run}@{first}", {}),
+            ("b", run, {"step": first}),
+            ("c", f"{run}@{last}", {}),
+        )
+    ]
+    of_first, again, of_last = (folder.read_bytes() for folder in folders)
+    assert of_first == again != of_last
+    with pytest.raises(ValueError, match=rf"@{first} names another step than step={last}"):
+        jaxtrain.export(f"{run}@{first}", tmp_path / "d", step=last)

@@ -22,7 +22,8 @@ from jaxtrain.compression import Compressed, Int8
 from jaxtrain.data import BatchRamp, BigramChain
 from jaxtrain.optim.schedule import Constant, WarmupStableDecay
 from jaxtrain.run.saving import Saving
-from jaxtrain.session.lineage import run_and_step
+from jaxtrain.scores import ScoreFunction
+from jaxtrain.weights.run_step import run_and_step
 from tests.tiny import BATCH, SEQ, VOCAB, Table
 
 
@@ -346,13 +347,55 @@ def test_what_does_not_fit_is_refused_with_each_leaf(
         (dict(model=wider), ["params.inward: float32[16,8] there, expected float32[16,9]"]),
     ]
     for change, texts in cases:
+        other = replace(base, steps=8, **change)
         with pytest.raises(ValueError, match="cannot go on in this experiment") as refused:
-            trained(replace(base, steps=8, **change), run, from_run=f"{source}@4")
+            trained(other, run, from_run=f"{source}@4")
         for text in texts:
             assert text in str(refused.value), refused.value
+        with pytest.raises(ValueError) as by_check:
+            jaxtrain.check(other, "cpu_1", from_run=f"{source}@4")
+        assert str(by_check.value) == str(refused.value)
         weights_alone = f"FromRun({str(source)!r}, step=4)" in str(refused.value)
         assert weights_alone == ("model" not in change)
     assert not run.exists()
+
+
+def test_a_branch_goes_on_from_a_run_that_was_moved(base, source: Path, tmp_path: Path) -> None:
+    """Before it has a save of its own, too; another run in that place is refused."""
+    longer, run = replace(base, steps=8), tmp_path / "branch"
+    unsaved = replace(longer, checkpoints=None)
+    told = trained(unsaved, run, from_run=f"{source}@4")[1]
+    elsewhere = source.rename(tmp_path / "elsewhere")
+    moved, again = trained(unsaved, run, from_run=f"{elsewhere}@4")
+    assert "branch of step 4" in told and f"branch of step 4 of {elsewhere}" in again
+    assert losses(trained(unsaved, run)[0]) == losses(moved), "its place is recorded"
+    trained(replace(base, seed=1), source)
+    with pytest.raises(ValueError, match=r"began at .*elsewhere@4, and --from is"):
+        trained(unsaved, run, from_run=f"{source}@4")
+    with pytest.raises(ValueError, match=r"began at .*elsewhere@4, and --from is"):
+        trained(unsaved, run, from_run=tmp_path / "nowhere")
+
+
+def test_check_says_what_a_branch_keeps_with_all_that_is_wrong(base, source: Path) -> None:
+    longer = replace(base, steps=8)
+    report = jaxtrain.check(longer, "cpu_1", from_run=source)
+    says = (
+        f"branch of step 6 of {source}: its whole state is kept; what differs: steps was 6, now 8"
+    )
+    assert report.branch == says == report.as_json()["branch"]
+    assert says in report.summary().splitlines()
+    report = jaxtrain.check(longer, "cpu_1")
+    assert "branch" not in report.as_json() and "branch" not in report.summary()
+    late = replace(longer, execution=jaxtrain.Execution(health=Health(skip_batches=((3, 1),))))
+    with pytest.raises(ValueError, match="skip_batches"):
+        jaxtrain.check(late, "cpu_1", from_run=source)
+    with pytest.raises(ValueError, match=r"2 things to mend") as refused:
+        jaxtrain.check(replace(longer, microbatches=3), "cpu_1", from_run=f"{source}@3")
+    assert "from_run (--from): " in str(refused.value) and "has no step 3" in str(refused.value)
+    wrong = replace(longer, optimizer=jaxtrain.SGD(0.1), microbatches=3)
+    with pytest.raises(ValueError, match=r"microbatches=3") as refused:
+        jaxtrain.check(wrong, "cpu_1", from_run=source)
+    assert "cannot go on in this experiment" in str(refused.value)
 
 
 def test_weights_that_would_not_be_used_are_refused(base, source: Path, tmp_path: Path) -> None:
@@ -409,7 +452,42 @@ def test_a_start_that_is_none_is_refused(
         with pytest.raises(ValueError) as refused:
             trained(replace(base, steps=steps + len(more)), run, from_run=tmp_path / asked, **more)
         assert text in str(refused.value)
+    if asked not in ("branch", "link"):  # `check` asks for no directory
+        with pytest.raises(ValueError) as refused:
+            jaxtrain.check(replace(base, steps=steps), "cpu_1", from_run=tmp_path / asked)
+        assert text in str(refused.value)
     assert not run.exists()
+
+
+@dataclass(frozen=True)
+class Fading(ScoreFunction):
+    by: float = 0.5
+
+    def __call__(self, score, head, query, key):
+        return score - self.by * (query - key)
+
+
+def test_a_model_with_an_object_of_one_s_own_in_it(decoder, tmp_path: Path) -> None:
+    """No module is imported for its run: leaves are compared, and fields that differ are told."""
+
+    def of(scores: ScoreFunction, **more) -> jaxtrain.Experiment:
+        block = decoder.model.period[0]
+        block = replace(block, attention=replace(block.attention, scores=scores))
+        model = replace(decoder.model, period=(block,), **more)
+        saves = jaxtrain.SavePolicy(every=2)
+        return replace(decoder, model=model, steps=4, checkpoints=saves)
+
+    trained(of(Fading()), tmp_path / "base", steps=2)
+    told = trained(of(Fading(0.25)), None, from_run=tmp_path / "base")[1]
+    assert "scores.by was 0.5, now 0.25" in told
+    wider = of(Fading(), embed=2 * decoder.model.embed)
+    with pytest.raises(
+        ValueError, match=r"(?s)model\.embed was .*params\.embedding: .* there, expected"
+    ):
+        jaxtrain.check(wider, "cpu_1", from_run=tmp_path / "base")
+    start = replace(of(Fading(0.25)), fine_tuning=FineTuning(FromRun(tmp_path / "base")))
+    with pytest.raises(ValueError, match=r"is not of this library; .* give trust="):
+        trained(start, None)
 
 
 def test_what_is_no_text_of_a_run_is_refused(base, source: Path, monkeypatch) -> None:
@@ -470,6 +548,9 @@ def test_a_path_may_have_the_sign(tmp_path: Path) -> None:
     assert run_and_step(tmp_path / "run@3") == (tmp_path / "run@3", None)
     assert run_and_step(f"{tmp_path}/run@3@5") == (tmp_path / "run@3", 5)
     assert run_and_step("run") == (Path("run"), None)
+    assert run_and_step("run", 3) == run_and_step("run@3", 3) == run_and_step("run@3")
+    with pytest.raises(ValueError, match=r"run@3 names another step than step=4; give one of them"):
+        run_and_step("run@3", 4)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -487,6 +568,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) ->
     more = ["--name", "longer", "--set", "steps=6"]
     assert cli.main(["train", "exp.py", "--from", "runs/exp@2", *more]) == 0
     assert "steps was 4, now 6" in capsys.readouterr().out
+    checked = ["check", "exp.py", "--set", "steps=6", "--from"]
+    assert cli.main([*checked, "runs/exp@2"]) == 0
+    assert "branch of step 2 of " in capsys.readouterr().out
+    assert cli.main([*checked, "runs/exp@3"]) == cli.REFUSED
+    assert "has no step 3; saved there: 2, 4" in capsys.readouterr().err
     assert cli.main(["runs"]) == 0
     assert "from runs/exp@2, steps=6" in capsys.readouterr().out
 

@@ -25,6 +25,7 @@ from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.moe import Megablox
 from jaxtrain.session.session import initialise, open_session
+from jaxtrain.sources import documents
 from jaxtrain.step.assembly import active_mesh, assemble
 from jaxtrain.step.state import shardings
 from jaxtrain.validation.experiment import field_violations
@@ -377,7 +378,7 @@ def test_data_elsewhere_is_not_looked_for_and_what_is_here_is_told_of_its_splits
     jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
     whole = experiment(data=jaxtrain.TextData(jaxtrain.data.StdlibSource(held_out=0.0), seq=16))
     jaxtrain.check(whole, jaxtrain.mesh_from_axes(data=1))
-    with pytest.raises(ValueError, match=r"holds no \.py files for split 'held_out'"):
+    with pytest.raises(ValueError, match=r"held_out=0 of StdlibSource.* holds no document out"):
         evaluated = replace(whole, evaluation=jaxtrain.Evaluation())
         jaxtrain.check(evaluated, jaxtrain.mesh_from_axes(data=1))
 
@@ -501,3 +502,48 @@ def test_a_head_in_many_chunks_is_noted(seq: int, use: int | None) -> None:
         assert not jaxtrain.check(fixed, jaxtrain.mesh_from_axes(fsdp=4)).notes
         whole = replace(given, model=replace(model, chunk_tokens=4 * seq))
         assert not jaxtrain.check(whole, jaxtrain.mesh_from_axes(fsdp=4)).notes
+
+
+EVALUATION = jaxtrain.Evaluation()
+
+
+def test_a_split_without_a_document_is_told_before_it_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "empty.md").touch()
+    files = jaxtrain.TextFiles(str(tmp_path / "*.txt"), held_out=0.5)
+    sets = jaxtrain.Evaluation(sets={"empty": str(tmp_path / "empty.md")})
+    one = "data: the corpus is one document, which is trained on, and none is held out"
+    none = r"data: held_out=0 of TextFiles.* holds no document out: use evaluation=None"
+    empty = r"evaluation\.sets\['empty'\]: split 'train' of TextFiles.* has no text: add documents"
+    with pytest.raises(ValueError, match=one):
+        checked(replace(files, held_out=0.01))
+    with pytest.raises(ValueError, match=none):
+        checked(replace(files, held_out=0.0))
+    checked(replace(files, held_out=0.0), None)
+    (tmp_path / "b.md").write_text("another")
+    checked(replace(files, held_out=0.0, held_out_patterns=str(tmp_path / "b.md")))
+    for n in range(8):
+        (tmp_path / f"b{n}.txt").write_text(f"text {n}")
+    with pytest.raises(ValueError, match=empty):
+        checked(files, sets)
+    learnt = {*(d.text for d in documents(files, "train"))}
+    assert learnt and "a text" not in learnt, "the first is none of them"
+    checked(files)
+    (tmp_path / "empty.md").write_text(" ")
+    checked(files, sets)
+    read: list[str] = []
+    real = jaxtrain.TextFiles.read
+    monkeypatch.setattr(
+        jaxtrain.TextFiles, "read", lambda s, p, split: read.append(p.path) or real(s, p, split)
+    )
+    monkeypatch.setattr("jaxtrain.data.text.LOOK_BYTES", 3)
+    monkeypatch.setattr("jaxtrain.sources.files.is_held_out", lambda key, fraction: False)
+    checked(files)  # not all was looked at
+    assert [Path(path).name for path in read] == ["a.txt"] * 2
+
+
+def checked(source: Any, evaluation: Any = EVALUATION) -> None:
+    given = experiment(data=jaxtrain.TextData(source, seq=16), evaluation=evaluation)
+    jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 import jaxtrain
-from jaxtrain import cli
+from jaxtrain import FineTuning as tuned
+from jaxtrain import FromHuggingFace, cli
 from jaxtrain.cli.train import _outcome
 from jaxtrain.cluster.run_lock import sole_run
-from jaxtrain.run.directory import left_in, set_run_aside
+from jaxtrain.experiment import config_of
+from jaxtrain.run.directory import left_in, refuse_unfit_anew, set_run_aside
 
 
 class Rows:
@@ -70,8 +73,8 @@ def test_an_edited_experiment_begins_anew_and_the_old_run_goes_on(
     for number in (1, 2):
         again = trained(edited, run, fresh=True)
         assert again.session.start == 0 and len(again.history) == 4
-        kept = f"the run that was in {run} is kept in {run}.{number}\n"
-        assert kept in capsys.readouterr().out
+        kept = rf"[\d:]{{8}} the run that was in {run} is kept in {run}\.{number}\n"
+        assert re.search(kept, capsys.readouterr().out)
     assert losses(again) == losses(trained(edited, None)) != old
     assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1", "run.2"}
     went_on = trained(first, tmp_path / "run.1", steps=6)
@@ -86,6 +89,62 @@ def test_an_edited_experiment_begins_anew_and_the_old_run_goes_on(
     # A scheduler would begin it again and again.
     codes = [_outcome(stopped, run, anew=anew)[0] for anew in ("", "fresh", "numbered")]
     assert codes == [75, 130, 130]
+
+
+def test_a_text_begins_a_run_once(first, tmp_path: Path) -> None:
+    """Starts with the same text go on with what the first of them began, also one that lay between
+    without a text."""
+    run, edited = tmp_path / "run", replace(first, optimizer=EDITED)
+    trained(first, run)
+    began = [
+        trained(edited, run, steps, fresh=text).session.start
+        for steps, text in ((2, "a"), (4, "a"), (6, False), (8, "a"), (2, "b"))
+    ]
+    assert began == [0, 2, 4, 6, 0]
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "run.1", "run.2"}
+    trained(edited, run, fresh=True)
+    assert trained(edited, run, 2, fresh="b").session.start == 0, "that one was set aside"
+    for wrong in ("", 1, Path("b")):
+        with pytest.raises(ValueError, match="; use True, False, or a text of one character or mo"):
+            trained(edited, run, fresh=wrong)
+    (run / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"nobody can say whether this run began with fresh='b'"):
+        trained(edited, run, 2, fresh="b")
+    with pytest.raises(ValueError, match=r"cannot be read: .*; mend it or use a new --run-dir$"):
+        trained(edited, run, 2)
+    assert len([*tmp_path.iterdir()]) == 5, "it may have"
+
+
+def test_a_stop_tells_of_the_run_that_began_with_the_text(first, tmp_path: Path) -> None:
+    """Of an interrupted start; another's saves are none of its."""
+    run = tmp_path / "run"
+    trained(first, run)
+    none = f"stopped; nothing is saved: the run has not begun in {run}"
+    assert _outcome(None, run, anew="", text="a") == (130, none)
+    assert _outcome(None, run, anew="fresh", text="a") == (130, none)
+    trained(first, run, fresh="a")
+    saved = f"stopped; step 4 is saved in {run};"
+    for anew in ("", "fresh"):
+        again = (75, f"{saved} a start with the same text goes on")
+        assert _outcome(None, run, anew=anew, text="a") == again
+    assert _outcome(None, run, anew="fresh") == (
+        130,
+        f"{saved} the same command without --fresh goes on",
+    )
+    (run / "config.json").write_text("{")
+    stopped: Any = SimpleNamespace(stopped=True, saved=4)
+    code, told = _outcome(stopped, run, anew="", text="a")
+    assert code == 75 and "cannot be seen: " in told and "config.json cannot be read" in told
+
+
+def test_a_branch_begins_once_and_goes_on(first, tmp_path: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    trained(first, base)
+    trained(first, run, 2)
+    longer = replace(first, steps=10)
+    more = dict(fresh="a", from_run=f"{base}@4")
+    assert [trained(longer, run, n, **more).session.start for n in (6, 8)] == [4, 6]
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "run", "run.1"}
 
 
 def test_nothing_is_moved_for_what_is_refused(
@@ -107,8 +166,13 @@ def test_nothing_is_moved_for_what_is_refused(
             trained(first, run, fresh=True)
     monkeypatch.chdir(tmp_path)
     itself = replace(first, fine_tuning=jaxtrain.FineTuning(jaxtrain.FromRun("run")))
-    with pytest.raises(ValueError, match="is the run that this one begins from"):
+    with pytest.raises(ValueError, match="run has what this run begins from"):
         trained(itself, run, fresh=True)
+    inside = FromHuggingFace(run / "weights", adapters=tmp_path / "lora")
+    for start in (inside, replace(inside, folder="base", adapters=run / "lora")):
+        with pytest.raises(ValueError, match="run has what this run begins from"):
+            e = replace(first, fine_tuning=tuned(start))
+            refuse_unfit_anew(run, {"experiment": config_of(e)}, e)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="No space left"):
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
         trained(first, run, fresh=True)
@@ -195,10 +259,15 @@ def test_the_command_names_a_run_and_begins_it_anew(
     }.items():
         assert cli.main(["train", "small.py", *given]) == cli.REFUSED
         assert says in capsys.readouterr().err
-    launched = ["launch", "--processes", "1", "--", "train", "small.py", "--fresh"]
-    assert cli.main(launched) == cli.REFUSED
-    assert "would begin it anew each time" in capsys.readouterr().err
-    assert {path.name for path in Path("runs").iterdir()} == {"fast", "fast.1"}
+    launched = ["launch", "--processes", "1", "--", *edited, "--fresh"]
+    assert cli.main(launched) == 0
+    assert " the run that was in runs/fast is kept in runs/fast.2\n" in capsys.readouterr().out
+    assert cli.main([*edited, "--fresh-once", "a"]) == 0
+    for _ in range(2):
+        assert cli.main([*edited, "--fresh-once", "a", "--steps", "1"]) == cli.REFUSED
+        assert "is at step 2 already" in capsys.readouterr().err, "it goes on with that run"
+    assert cli.main([*edited, "--fresh", "--fresh-once", "a"]) == 0, "the text says which run"
+    assert {path.name for path in Path("runs").iterdir()} == {"fast", *(f"fast.{n}" for n in "123")}
 
 
 def test_the_command_numbers_runs(
@@ -218,6 +287,7 @@ def test_the_command_numbers_runs(
     of_two = "--mesh cpu_8 --processes 2 --process 0 --coordinator localhost:1"
     for given, says in {
         "--fresh": "in one that is there; give one",
+        "--fresh-once=a": "in one that is there; give one",
         of_two: "each of 2 pr",
     }.items():
         assert cli.main([*command, *given.split()]) == cli.REFUSED

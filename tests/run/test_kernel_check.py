@@ -21,6 +21,7 @@ from jaxtrain import Health
 from jaxtrain.attention import Blockwise, Cudnn, Splash, Triton
 from jaxtrain.attention.fused import attend
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
+from jaxtrain.cluster import agreement
 from jaxtrain.context import RingAttention, Ulysses
 from jaxtrain.health import checks, kernel_check
 from jaxtrain.health.attention_case import (
@@ -525,14 +526,22 @@ def test_a_start_that_takes_no_step_checks_nothing(opened, own, monkeypatch) -> 
 
 
 def test_each_process_has_what_one_finds(attending, monkeypatch) -> None:
-    found = [[], ["a"], ["a", "b"], []]
-    monkeypatch.setattr(kernel_check, "all_gather_text", lambda _: [json.dumps(a) for a in found])
-    right = assembled(attending(OffAttention()))
-    with pytest.raises(ValueError, match=r"^kernels: on process 1, 2 a; on process 2 b$"):
-        check_kernels(right, print, wanted=True)
-    found = [["a"], ["a"]]
-    with pytest.raises(ValueError, match=r"^kernels: a$"):
-        check_kernels(right, print, wanted=True)
+    """A kernel that is wrong on one machine ends the run on all."""
+    other = json.dumps({"error": "kernels: a is wrong", "refuses": True})
+    monkeypatch.setattr(agreement, "all_gather_text", lambda text: [text, other])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"^process 1: kernels: a is wrong$"):
+        check_kernels(assembled(attending(OffAttention())), print, wanted=True)
+    own = r"^process 0: kernels: attention=.* wrongly .*; process 1: kernels: a is wrong$"
+    with pytest.raises(ValueError, match=own):
+        check_kernels(assembled(attending(OffAttention("o"))), print, wanted=True)
+
+
+def test_a_wrong_kernel_is_not_said_to_be_within_its_bound(attending) -> None:
+    told: list[str] = []
+    with pytest.raises(ValueError, match="wrongly"):
+        check_kernels(assembled(attending(OffAttention("o"))), told.append, wanted=True)
+    assert not told
 
 
 def test_what_cannot_be_compared_is_said(attending, monkeypatch) -> None:

@@ -74,6 +74,14 @@ class OneRow(Whole):
         return batch | {"targets": batch["targets"][0], "weights": [1.0, 1.0]}
 
 
+class Shorter(Whole):
+    """As many targets as there are pairs of tokens."""
+
+    def rows(self, indices: np.ndarray) -> Any:
+        batch = super().rows(indices)
+        return {**batch, "targets": batch["targets"][:, 1:], "weights": batch["weights"][:, 0]}
+
+
 def stream(split: str) -> Iterator[dict[str, np.ndarray]]:
     yield from ()
 
@@ -108,7 +116,7 @@ class Tagger:
 
 KINDS: dict[str, Callable[[str], Any]] = {
     kind.__name__: kind for kind in (Whole, NoDigest, NoLength, NoVocab, NoText, Listed, OneRow)
-}
+} | {"Shorter": Shorter}
 KINDS |= {"stream": stream}
 
 
@@ -129,6 +137,18 @@ REFUSED = {
     "stream": r"(?s)generator: 3 problems.*no len\(\).*no rows\(.*no digest; every.*no encode",
     "NoLength": r"no len\(\), the rows of an epoch; give an object that reads any row by",
 }
+
+
+def test_fields_of_tokens_have_a_number_for_each(decoder: jaxtrain.Experiment) -> None:
+    """By `check` too, and before anything is compiled."""
+    given = replace(decoder, data=OwnData("Shorter"))
+    text = (
+        rf"(?s)the train rows of OwnData: 2 problems.*'targets' of a row is \[{SEQ - 1}\], and its "
+        rf"'tokens' \[{SEQ}\]; give a number for each token.*'weights' of a row is \[\], and"
+    )
+    for act in (jaxtrain.check, jaxtrain.train):
+        with pytest.raises(ValueError, match=text):
+            act(given, "cpu_1")
 
 
 @pytest.mark.parametrize("kind", REFUSED)

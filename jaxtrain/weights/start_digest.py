@@ -1,0 +1,70 @@
+"""The identity of the weights that a run begins with, by which they are the same elsewhere.
+
+A run reads them at its first start alone: so three rows of each tensor of a folder tell enough, and
+take no time that grows with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+from jaxtrain.checkpoint.run_config import CHECKPOINTS
+from jaxtrain.checkpoint.storage import committed_steps
+from jaxtrain.experiment import Experiment, FromRun
+from jaxtrain.files.stores import local_path
+from jaxtrain.huggingface.folder import Folder
+from jaxtrain.huggingface.peft import WEIGHTS
+from jaxtrain.weights.start import Start, manifest_of
+
+ENTRY = "start"
+"""The entry of a run's config.json with the digest of the weights that it began with."""
+START_PATHS = tuple(
+    f"experiment.fine_tuning.start.{name}" for name in ("folder", "adapters", "run_dir")
+)
+"""Fields that name a place, where the same weights may be under another name."""
+
+
+def start_digest(start: Start) -> str:
+    """Returns a digest of weights: of a run's step those of its chunks, of a folder one of the
+    names, shapes, dtypes and three rows of its tensors. Raises ValueError where there are none,
+    DamagedCheckpoint where files of the step are missing or cut."""
+    if isinstance(start, FromRun):
+        return manifest_of(start.run_dir, start.step)[1].digest
+    with Folder(local_path("folder", start.folder)) as files:
+        digest = files.digest()
+    if start.adapters is not None:
+        with Folder(local_path("adapters", start.adapters), WEIGHTS, index=None) as files:
+            digest = sha256((digest + files.digest()).encode()).hexdigest()
+    return digest
+
+
+def start_problem(config: Mapping[str, Any], experiment: Experiment) -> str:
+    """Returns why the experiment's weights to begin with are not known to be those with which the
+    run of this config.json began, whatever their places are called; "" if they are."""
+    recorded, tuning = config.get(ENTRY), experiment.fine_tuning
+    start = None if tuning is None else tuning.start
+    if start is None or not isinstance(recorded, str):
+        return "the run does not record which weights it began with"
+    digests, problems = _digests(start)
+    if recorded in digests:
+        return ""
+    return problems[0] if problems else "its weights are not those that the run began with"
+
+
+def _digests(start: Start) -> tuple[list[str], list[str]]:
+    """Returns the digests of weights, and what cannot be read. Of a run without a step any may have
+    been the newest when the other one began."""
+    starts: list[Start] = [start]
+    if isinstance(start, FromRun) and start.step is None:
+        steps = committed_steps(local_path("run_dir", start.run_dir) / CHECKPOINTS)
+        starts = [replace(start, step=step) for step in steps[::-1]] or starts
+    digests, problems = [], []
+    for one in starts:
+        try:
+            digests.append(start_digest(one))
+        except (ValueError, OSError) as error:
+            problems.append(f"its weights cannot be read: {error}")
+    return digests, problems
