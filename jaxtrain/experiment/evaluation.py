@@ -13,7 +13,7 @@ from jaxtrain.data.mixture import Mixture
 from jaxtrain.experiment.kinds import kind_violations
 from jaxtrain.reprs import short_repr
 from jaxtrain.tasks.tasks import Tasks
-from jaxtrain.violations import at_least, count, raise_violations
+from jaxtrain.violations import at_least, count, flag, raise_violations
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 """Names of held-out sets."""
@@ -46,16 +46,18 @@ class Sample:
     """A continuation generated when training ends.
 
     prompt: the text that is continued. tokens: number of tokens drawn. temperature: divides the
-      logits; 0 is greedy.
+      logits; 0 is greedy. chat: the prompt is a message, which the model answers by the tokenizer's
+      chat template.
     """
 
     prompt: str
     tokens: int = 200
     temperature: float = 0.8
+    chat: bool = False
 
     def __post_init__(self) -> None:
         violations = count("tokens", self.tokens, 1)
-        violations += temperature_violations(self.temperature)
+        violations += temperature_violations(self.temperature) + flag("chat", self.chat)
         if not isinstance(self.prompt, str) or not self.prompt:
             violations.append(f"prompt={self.prompt!r} must be a text of one character or more")
         raise_violations(violations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,14 @@ def of_another(
 
 def saved_differences(metadata: dict[str, Any], experiment: Experiment) -> list[FieldDifference]:
     """Returns the fields whose values are not those in a checkpoint's metadata; [] if it says
-    nothing of them. An object in place of another one is a difference of their classes."""
-    found = {
-        difference.path.removeprefix("experiment."): difference
-        for difference in _differences(metadata, config_of(experiment), experiment, ignore=())
-    }
+    nothing of them, in the form of `by_object`."""
+    return by_object(_differences(metadata, config_of(experiment), experiment, ignore=()))
+
+
+def by_object(differences: Iterable[FieldDifference]) -> list[FieldDifference]:
+    """Returns differences of stored experiments by fields of the experiment: an object in place of
+    another one is one difference, of their classes."""
+    found = {difference.path.removeprefix("experiment."): difference for difference in differences}
     replaced = [path.removesuffix(".class") for path in found if path.endswith(".class")]
     outermost = [p for p in replaced if not any(p.startswith(f"{other}.") for other in replaced)]
     kept = [
@@ -119,11 +123,15 @@ def saved_differences(metadata: dict[str, Any], experiment: Experiment) -> list[
 
     def value(path: str, side: str) -> Any:
         sides = (getattr(found[p], side) for p in (f"{path}.class", path) if p in found)
-        shown = next((side for side in sides if side is not ABSENT), ABSENT)
-        return shown.rpartition(":")[2] if isinstance(shown, str) else shown
+        return next((side for side in sides if side is not ABSENT), ABSENT)
 
-    kept += [FieldDifference(p, value(p, "stored"), value(p, "now")) for p in outermost]
-    return sorted(kept)
+    def of_classes(path: str) -> FieldDifference:
+        names = value(path, "stored"), value(path, "now")
+        short = [n.rpartition(":")[2] if isinstance(n, str) else n for n in names]
+        # Of equal names the modules are what differs.
+        return FieldDifference(path, *(names if short[0] == short[1] else short))
+
+    return sorted([*kept, *map(of_classes, outermost)])
 
 
 def _differences(

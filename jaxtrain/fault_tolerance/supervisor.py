@@ -187,6 +187,8 @@ class Supervisor:
         try:
             if self.beginning.owns(self.run_dir):
                 saved = committed_steps(self.run_dir / CHECKPOINTS)
+            else:
+                status = f"nothing is saved: this run has not begun, {self.run_dir} is as it was"
         except OSError as error:
             status = f"what is saved cannot be seen: {error}"
         if saved:

@@ -41,9 +41,9 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
     # A path that is not absolute is to be ignored, by the specification of XDG_CACHE_HOME.
     usual = (Path(base) if os.path.isabs(base) else Path("~/.cache")) / "jaxtrain"
     try:
-        home = usual.expanduser()
-        if not (reason := _unusable(home)):
-            return home
+        usual = usual.expanduser()
+        if not (reason := _unusable(usual)):
+            return usual
     except RuntimeError as error:  # no home is known
         reason = str(error)
     path = _own_temporary()

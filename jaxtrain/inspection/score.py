@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from jaxtrain.session.rows import open_split
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.train_step import make_evaluation_step
+from jaxtrain.tokenizers.assistant_turns import Messages
+from jaxtrain.tokenizers.chat import ChatEncoder, Conversation, checked_messages
 from jaxtrain.violations import raise_violations
 
 
@@ -46,7 +49,7 @@ class Scored(NamedTuple):
 
 def score(
     run: str | Path,
-    texts: Sequence[str] | Sequence[Sequence[int]],
+    texts: Sequence[str | Sequence[int] | Messages],
     *,
     mesh: MeshSpec | str | Path | None = None,
     averaged: bool | None = None,
@@ -57,8 +60,9 @@ def score(
     of which training without dropout sums its loss, to the bit on the same mesh and rows.
 
     run: RUN or RUN@STEP, a run directory and a saved step, its newest if none is given. texts:
-    texts, which the run's tokenizer encodes as a document begins, or their ids. Each has a row of
-    its own and at most the run's `seq` + 1 tokens. mesh: None for one device. averaged: the
+    texts, which the run's tokenizer encodes as a document begins; lists of messages, which its chat
+    template makes text as in training; or their ids. Each has a row of its own and at most the
+    run's `seq` + 1 tokens. mesh: None for one device. averaged: the
     averaged weights; None where the run keeps any. microbatches: parts of a batch that are on the
     mesh one after another, None as in the run. trust: modules of your own that the run may name; of
     a model of your own, the negative of what its `loss` gives for the token. Raises ValueError for
@@ -71,9 +75,12 @@ def score(
             f"texts is a {type(texts).__name__}; give a list of texts, or of their ids"
         )
     path, listed_texts = directory_of(run)[0], list(texts)
-    has_text = any(isinstance(text, str) for text in listed_texts)
+    has_messages = any(map(_is_conversation, listed_texts))
+    has_text = has_messages or any(isinstance(text, str) for text in listed_texts)
     vocabulary: Any = kept_vocabulary(path, trust) if has_text else None
-    listed = [_ids(number, text, vocabulary) for number, text in enumerate(listed_texts)]
+    with ExitStack() as stack:
+        chat = stack.enter_context(ChatEncoder(vocabulary)) if has_messages else None
+        listed = [_ids(n, text, vocabulary, chat) for n, text in enumerate(listed_texts)]
     data, model = (stored_field(path, name, trust=trust) for name in ("data", "model"))
     seq = row_length(data, path)
     raise_violations(_violations(listed, seq, getattr(model, "vocab", None)), "texts")
@@ -87,14 +94,26 @@ def score(
     ]
 
 
-def _ids(number: int, text: Any, vocabulary: Any) -> list[int]:
-    """Returns the ids of a text as a document begins, or of ids. Raises ValueError for neither."""
+def _is_conversation(text: Any) -> bool:
+    return isinstance(text, list | tuple) and any(isinstance(part, Mapping) for part in text)
+
+
+def _ids(number: int, text: Any, vocabulary: Any, chat: ChatEncoder | None) -> list[int]:
+    """Returns the ids of a text as a document begins, of a conversation, or of ids. Raises
+    ValueError for none of them."""
+    if chat is not None and _is_conversation(text):
+        try:
+            return chat.encode(Conversation(checked_messages(text))).ids.tolist()
+        except ValueError as error:
+            raise ValueError(f"text {number}: {error}") from error
     if isinstance(text, str):
         first = [] if vocabulary.bos is None else [vocabulary.bos]
         return [*first, *map(int, vocabulary.encode(text))]
     ids = np.asarray(text)
     if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
-        raise ValueError(f"text {number} is {text!r}; give a text, or its ids as whole numbers")
+        raise ValueError(
+            f"text {number} is {text!r}; give a text, a list of messages, or ids as whole numbers"
+        )
     return ids.tolist()
 
 

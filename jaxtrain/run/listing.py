@@ -22,6 +22,7 @@ from jaxtrain.checkpoint.run_config import (
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.cluster.run_lock import is_held
 from jaxtrain.experiment import completed
+from jaxtrain.experiment.stored import by_object
 from jaxtrain.files.stores import local_path
 from jaxtrain.reprs import aligned
 from jaxtrain.session.lineage import recorded_in
@@ -101,8 +102,8 @@ def runs(folder: str | Path = "runs") -> RunList:
     found = [read for run in _directories(path) if (read := _read(run)) is not None]
     for entry, config in sorted(found, key=lambda run: (run[0].changed, run[0].path)):
         if config is not None and previous is not None and entry.branch is None:
-            differences = config_differences(previous, config)
-            differs = tuple((d.path.removeprefix("experiment."), _now(d)) for d in differences)
+            differences = by_object(config_differences(previous, config))
+            differs = tuple((d.path, _now(d)) for d in differences)
             entry = entry._replace(differs=differs)
         previous = config or previous
         listed.append(entry)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Sample
-from jaxtrain.models.buffers import without_buffers
 from jaxtrain.run.result import Result
+from jaxtrain.session.memory import parameter_counts
 from jaxtrain.session.session import Session
-from jaxtrain.step.layer_order import natural_shapes
 from jaxtrain.weights.generate import generate
 
 
 def headline(session: Session, last: int) -> str:
     """One line: model size, mesh, last step, compile time."""
-    shapes = without_buffers(natural_shapes(session.assembly).params, session.assembly.buffers)
-    parameters = sum(leaf.size for leaf in shapes.values())
+    parameters = sum(parameter_counts(session.assembly).values())
     sizes = " x ".join(f"{a}={n}" for a, n in session.assembly.sizes.items()) or "one device"
     return (
         f"{session.beginning}{parameters / 1e6:.1f}M parameters on {sizes} "
@@ -41,15 +40,15 @@ def finish(result: Result, session: Session, tell: Callable[[str], None]) -> Non
         )
     if e.sample is not None:
         result.sample = _sample_text(session, e.sample)
-        tell(f"--- {e.sample.tokens} tokens at temperature {e.sample.temperature}")
+        answers = f", the answer to {e.sample.prompt!r}" if e.sample.chat else ""
+        tell(f"--- {e.sample.tokens} tokens at temperature {e.sample.temperature}{answers}")
         tell(result.sample)
 
 
 def _sample_text(session: Session, sample: Sample) -> str:
-    return sample.prompt + generate(
-        session,
-        sample.prompt,
-        tokens=sample.tokens,
-        temperature=sample.temperature,
-        seed=session.experiment.seed,
-    )
+    """Returns the prompt and what follows, or the answer to it."""
+    drawn: Any = dict(tokens=sample.tokens, temperature=sample.temperature)
+    drawn |= dict(seed=session.experiment.seed)
+    if sample.chat:
+        return generate(session, [{"role": "user", "content": sample.prompt}], **drawn)
+    return sample.prompt + generate(session, sample.prompt, **drawn)

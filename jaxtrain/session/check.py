@@ -11,15 +11,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxtrain.data import TextData
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.files.cache import cache_directory
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, PaddedAxis, ways
-from jaxtrain.models.buffers import without_buffers
+from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, ways
 from jaxtrain.pipeline.analysis import bubble, cost, slots
-from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.pipeline.overhead import published_in_flight
 from jaxtrain.pipeline.schedule import make_schedule
 from jaxtrain.reprs import PrintedReport, aligned
@@ -27,15 +26,15 @@ from jaxtrain.session.branch import Branch
 from jaxtrain.session.held_out import HeldOutRows
 from jaxtrain.session.held_out_sets import absent_sets, for_each, open_all
 from jaxtrain.session.lineage import branch_from
-from jaxtrain.session.memory import argument_bytes, memory_violations
+from jaxtrain.session.memory import argument_bytes, memory_violations, parameter_counts
 from jaxtrain.session.notes import notes
-from jaxtrain.session.rows import open_split
+from jaxtrain.session.rows import open_split, with_chat_remedy
 from jaxtrain.session.tasks import absent_tasks
 from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
-from jaxtrain.step.layer_order import natural_shapes
 from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.pipeline import activation_share
+from jaxtrain.tokenizers.chat import ChatEncoder
 from jaxtrain.validation.experiment import format_violations
 from jaxtrain.weights.start import settled_start
 
@@ -212,9 +211,7 @@ def check(
         trace_loss(assembly)
     weights = argument_bytes(assembly)
     weights["total"] = sum(weights.values())
-    shapes = natural_shapes(assembly).params
-    places = without_buffers(assembly.places, assembly.buffers)
-    counts = {k: _count(shapes[k].shape, p) for k, p in places.items()}
+    counts = parameter_counts(assembly)
     trained = sum(n for k, n in counts.items() if k not in assembly.frozen)
     comparison = "" if branch is None else branch.comparison(experiment)
     report = (assembly, sum(counts.values()), trained, weights, tuple(notes(assembly)), comparison)
@@ -256,7 +253,8 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list
         splits = ("train", "held_out") if is_evaluated else ("train",)
         missing = data.absent(splits) if data_here and hasattr(data, "absent") else []
         missing = [f"data: {text}" for text in missing]
-        missing += absent_sets(experiment, cache_dir) if data_here else []
+        if data_here:
+            missing += [*absent_sets(experiment, cache_dir), *_absent_chat(experiment)]
         return None, {}, missing + (absent_tasks(experiment) if data_here else [])
     fields: Any = {}
     violations = absent_tasks(experiment) if data_here else []
@@ -278,18 +276,25 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list
     return fields, held_out, violations
 
 
+def _absent_chat(experiment: Experiment) -> list[str]:
+    """Returns a message where a sample is to answer a message, and there is no chat template."""
+    sample, data = experiment.sample, experiment.data
+    if sample is None or not sample.chat:
+        return []
+    try:
+        act = data.try_template if isinstance(data, TextData) else lambda: ChatEncoder(None)
+        with_chat_remedy(act)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def _held_out_violations(assembly: Assembly, held_out: dict[str, Any]) -> list[str]:
     try:
         for_each(held_out, partial(HeldOutRows, assembly))
     except ValueError as error:
         return [f"data: {error}"]
     return []
-
-
-def _count(shape: tuple[int, ...], leaf: Leaf) -> int:
-    """Elements of a leaf without padded rows. `shape`: in natural layer order."""
-    named = zip((axis for axis in leaf.axes if axis != CHUNKS), shape, strict=True)
-    return math.prod(axis.real if isinstance(axis, PaddedAxis) else size for axis, size in named)
 
 
 def _elsewhere(pipeline: dict[str, Any]) -> str:

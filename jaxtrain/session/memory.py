@@ -1,5 +1,5 @@
-"""Least memory that a device needs in a step, whether the chip has it, and remedies for a device
-that ran out."""
+"""Sizes of a run: its parameters, the least memory that a device needs in a step, whether the chip
+has it, and remedies for a device that ran out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import jax.numpy as jnp
 
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.mesh.sharding import Dims, ways
+from jaxtrain.mesh.sharding import Dims, Leaf, PaddedAxis, ways
+from jaxtrain.models.buffers import without_buffers
+from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.step.assembly import Assembly
+from jaxtrain.step.layer_order import natural_shapes
 
 PARTS = {
     "params": ("params",),
@@ -35,6 +38,20 @@ def bytes_per_device(tree: Any, splits: Any, sizes: Mapping[str, int]) -> int:
         return math.prod(leaf.shape) // parts * leaf.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, tree, splits)))
+
+
+def parameter_counts(assembly: Assembly) -> dict[str, int]:
+    """Returns the elements of each parameter, without padded rows of the vocabulary and padded
+    slots of a pipeline."""
+    shapes = natural_shapes(assembly).params
+    places = without_buffers(assembly.places, assembly.buffers)
+    return {name: _elements(shapes[name].shape, leaf) for name, leaf in places.items()}
+
+
+def _elements(shape: tuple[int, ...], leaf: Leaf) -> int:
+    """Returns the elements of a leaf without padded rows. shape: in natural layer order."""
+    named = zip((axis for axis in leaf.axes if axis != CHUNKS), shape, strict=True)
+    return math.prod(axis.real if isinstance(axis, PaddedAxis) else size for axis, size in named)
 
 
 def argument_bytes(assembly: Assembly) -> dict[str, int]:

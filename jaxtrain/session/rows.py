@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
 from jaxtrain.scoring.ended import WEIGHTS
 from jaxtrain.step.batches import Batch
+from jaxtrain.tokenizers.chat import ChatEncoder
 from jaxtrain.validation.model import vocab_of
 from jaxtrain.validation.own_data import (
     TARGETS,
@@ -23,6 +25,7 @@ from jaxtrain.validation.own_data import (
 )
 from jaxtrain.validation.preferences import pair_rows_violations
 from jaxtrain.violations import raise_violations
+from jaxtrain.weights.generate import vocabulary_of
 
 AHEAD = 64
 """Batches whose document counts are kept: more than any loader prefetches."""
@@ -40,6 +43,8 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
     sampled = split == "train" and experiment.sample is not None
     violations = dataset_violations(dataset, saved=saved, sampled=sampled)
     raise_violations(violations, f"{type(data).__name__}.open({split!r}): {type(dataset).__name__}")
+    if sampled and experiment.sample is not None and experiment.sample.chat:
+        with_chat_remedy(lambda: ChatEncoder(vocabulary_of(dataset)).close())
     described = description_of(experiment.model, experiment.objective)
     if described is None or len(dataset) == 0:
         return dataset
@@ -64,6 +69,14 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
         dataset = WithinVocabulary(dataset, ids, described.head.vocab, described.weights)
     unweighted = WEIGHTS in described.fields and WEIGHTS not in row
     return Weighted(dataset, described.tokens) if unweighted else dataset
+
+
+def with_chat_remedy(act: Callable[[], object]) -> None:
+    """Calls `act`, which fails without a chat template. Raises ValueError with what to change."""
+    try:
+        act()
+    except (ValueError, OSError) as error:
+        raise ValueError(f"evaluation.sample: chat=True: {error}; or use chat=False") from error
 
 
 def check_vocabulary(experiment: Experiment, dataset: Any) -> None:

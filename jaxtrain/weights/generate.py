@@ -41,7 +41,7 @@ class Sampled(Protocol):
 
 def generate(
     session: Sampled,
-    prompt: str,
+    prompt: str | Messages,
     *,
     tokens: int = 200,
     temperature: float = 0.8,
@@ -49,8 +49,9 @@ def generate(
     seed: int = 0,
 ) -> str:
     """Returns the continuation of `prompt` by the model of a run, `train(...).session`, with its
-    averaged weights where it keeps them. temperature, top_k: as for `generate_ids`. Raises
-    ValueError as that does, and for a model of the user's own."""
+    averaged weights where it keeps them. prompt: a text, or messages, of which it gives the
+    answer. temperature, top_k: as for `generate_ids`. Raises ValueError as that does, for a model
+    of the user's own, and for messages without a chat template."""
     described = session.assembly.description
     if described is None or "generation" not in described.can:
         raise ValueError(
@@ -66,7 +67,13 @@ def generate(
             f"{kernel_name(kernel)}, a kernel of your own; where it computes the same, say so "
             f"({kernel_name(kernel)}.standard = True)"
         )
-    prompt_ids = session.dataset.encode(prompt)
+    is_text, ends = isinstance(prompt, str), frozenset[int]()
+    if isinstance(prompt, str):
+        prompt_ids = session.dataset.encode(prompt)
+    else:
+        vocabulary = vocabulary_of(session.dataset)
+        kept = KeptTokenizer(vocabulary, None, frozenset({vocabulary.eos}))
+        _, prompt_ids, ends = _prompt_ids(kept, _unanswered(prompt, None))
     ids = generate_ids(
         session.assembly,
         averaged_params(session.state),
@@ -76,7 +83,18 @@ def generate(
         top_k=top_k,
         seed=seed,
     )
-    return following(session.dataset.decode, prompt_ids, ids)
+    decode = session.dataset.decode
+    return following(decode, prompt_ids, ids) if is_text else decode(until(ids, ends))
+
+
+def vocabulary_of(dataset: Any) -> Any:
+    """Returns the tokenizer of a dataset of texts, which those of a mixture share. Raises
+    ValueError if it has none."""
+    first = getattr(dataset, "datasets", [dataset])[0]
+    vocabulary = getattr(first, "vocabulary", None)
+    if vocabulary is None:
+        raise ValueError(f"a {type(dataset).__name__} has no tokenizer, and so no chat template")
+    return vocabulary
 
 
 def generate_ids(

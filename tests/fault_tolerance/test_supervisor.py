@@ -625,8 +625,8 @@ def test_a_launch_that_begins_anew_leaves_the_run_that_was_there_alone(
         if config is not None:
             (run / "config.json").write_text(config)
         assert made.run() == 130 and not (run / "failures.jsonl").exists()
-        text = "nothing is saved; nothing of this run is recorded: it has taken no step"
-        assert text in told[-1]
+        assert f"nothing is saved: this run has not begun, {run} is as it was; nothing" in told[-1]
+        assert "nothing of this run is recorded: it has taken no step" in told[-1]
     (run / "config.json").write_text('{"begun_by": "a"}')
     assert made.run() == 130 and (run / "failures.jsonl").exists()
     assert "the newest save is 4, from which the same command without --fresh goes on" in told[-1]

@@ -104,7 +104,7 @@ def test_else_a_directory_of_the_users_among_the_temporary_ones(
     path = cache_directory()
     assert path == cache_directory() and path.parent == temporary
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert "~/.cache/jaxtrain cannot be used" in caplog.messages[0]
+    assert f"{tmp_path}/home/.cache/jaxtrain cannot be used" in caplog.messages[0]
     assert str(path) in caplog.messages[0] and "set JAXTRAIN_CACHE" in caplog.messages[0]
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chats import turns, write_folder
 
 import jaxtrain
 from jaxtrain import AdamW, Experiment, TextData, cli
 from jaxtrain.data import Conversations, DocumentStream, JsonLines, TokenizerFile
+from jaxtrain.experiment.stored import stored_field
 from jaxtrain.optim import Constant
+from jaxtrain.run.words import _sample_text
+from jaxtrain.weights import generate as weights_generate
 
 QUESTION, ANSWER = "how are you", "I am fine"
 
@@ -51,6 +56,58 @@ def test_what_was_learnt_is_answered(run: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_sample_is_the_answer_to_a_message(run: Path, monkeypatch: Any) -> None:
+    session = jaxtrain.train(load_experiment_of(run), "cpu_1", run_dir=run).session
+    sample = jaxtrain.Sample(QUESTION, tokens=50, temperature=0.0, chat=True)
+    assert _sample_text(session, sample) == ANSWER
+    drawn = weights_generate.generate_ids
+    with monkeypatch.context() as patch:  # a model that goes on behind the end of its turn
+        patch.setattr(weights_generate, "generate_ids", lambda *a, **k: 2 * drawn(*a, **k))
+        assert _sample_text(session, sample) == ANSWER
+    plain = _sample_text(session, replace(sample, chat=False))
+    assert plain.startswith(QUESTION) and plain != QUESTION + ANSWER
+
+
+def load_experiment_of(run: Path) -> Experiment:
+    fields = ("model", "data", "optimizer", "steps", "batch", "evaluation")
+    return Experiment(**{name: stored_field(run, name) for name in fields})
+
+
+@pytest.mark.parametrize("act", [jaxtrain.check, jaxtrain.train], ids=["check", "train"])
+def test_an_answer_wants_a_chat_template(run: Path, act: Any) -> None:
+    sample = jaxtrain.Sample("hi", tokens=2, chat=True)
+    experiment = replace(load_experiment_of(run), evaluation=jaxtrain.Evaluation(sample=sample))
+    texts = jaxtrain.TextFiles(str(run.parent / "*.jsonl"), separator=":", held_out=0.3)
+    bytes_alone = TextData(texts, jaxtrain.data.ByteTokenizer(), seq=8)
+    chain = jaxtrain.data.BigramChain(vocab=448, seq=8)
+    for data, reason in ((bytes_alone, "the tokenizer has no chat template"), (chain, "no ")):
+        text = rf"evaluation\.sample: chat=True: .*{reason}.*; or use chat=False"
+        with pytest.raises(ValueError, match=text):
+            act(replace(experiment, data=data), "cpu_1")
+    with pytest.raises(ValueError, match="chat='yes' must be True or False"):
+        jaxtrain.Sample("hi", chat="yes")  # type: ignore[arg-type]
+
+
+def test_conversations_are_scored_as_they_are_learnt(run: Path) -> None:
+    chats = [turns(QUESTION, ANSWER), turns("what is two plus two?", "it is four")]
+    data = load_experiment_of(run).data
+    rows = data.open("train", seed=0, cache_dir=run.parent).rows(np.arange(1))
+    scored = jaxtrain.score(run, [*chats, "a text"])
+    for ids, log_probs in scored[:2]:
+        count, tokens = len(ids) - 1, rows["tokens"][0]
+        starts = [n for n in range(64) if tokens[n : n + count].tolist() == ids[:-1]]
+        assert starts, "they are in the rows that the run learns"
+        place = slice(starts[0], starts[0] + count)
+        assert rows["targets"][0, place].tolist() == ids[1:]
+        learnt = rows["weights"][0, place] > 0
+        assert learnt.any() and not learnt.all()
+        assert log_probs[1:][learnt].min() > -0.5 > log_probs[1:][~learnt].min()
+        ((_, again),) = jaxtrain.score(run, [ids])
+        np.testing.assert_array_equal(again[1:], log_probs[1:])
+    with pytest.raises(ValueError, match="text 1: no message of the assistant"):
+        jaxtrain.score(run, ["a text", turns("hello")])
+
+
 def test_the_exported_folder_answers_by_the_same_template(run: Path, tmp_path: Path) -> None:
     jaxtrain.export(run, tmp_path / "out")
     assert jaxtrain.generate_text(tmp_path / "out", turns(QUESTION), temperature=0.0) == ANSWER

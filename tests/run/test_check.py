@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -547,3 +548,15 @@ def test_a_split_without_a_document_is_told_before_it_is_tokenised(
 def checked(source: Any, evaluation: Any = EVALUATION) -> None:
     given = experiment(data=jaxtrain.TextData(source, seq=16), evaluation=evaluation)
     jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
+
+
+def test_a_run_says_as_many_parameters_as_check() -> None:
+    """Without the rows that pad the vocabulary."""
+    small = experiment(data=BigramChain(vocab=4, seq=4), steps=1, batch=1)
+    padded = replace(small.model, vocab=20_000, vocab_multiple=50_000, tied=True)
+    told = io.StringIO()
+    given = replace(small, model=padded)
+    jaxtrain.train(given, "cpu_1", stream=told)
+    count = jaxtrain.check(given, "cpu_1").parameters
+    assert 20_000 * 32 < count < 50_000 * 32
+    assert f" {count / 1e6:.1f}M parameters on one device" in told.getvalue()

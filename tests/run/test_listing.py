@@ -13,9 +13,10 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
-from jaxtrain.checkpoint.run_config import write_config
+from jaxtrain.checkpoint.run_config import FieldDifference, write_config
 from jaxtrain.cluster.run_lock import sole_run
 from jaxtrain.experiment import config_of
+from jaxtrain.experiment.stored import by_object
 from jaxtrain.run.history import History, MetricsTable
 
 
@@ -70,6 +71,26 @@ def test_runs_of_older_versions_differ_by_no_more_than_their_experiments(made) -
             assert text.count("jaxtrain.attention.blockwise:") == 1
             path.write_text(text.replace("jaxtrain.attention.blockwise:", "jaxtrain.nn.blockwise:"))
     assert [run.differs for run in jaxtrain.runs().runs] == [(), (("seed", 7),), ()]
+
+
+def test_an_object_in_place_of_another_is_one_difference(made) -> None:
+    made("a", 1, optimizer=jaxtrain.AdamW(1e-3), checkpoints=None)
+    made("b", 2, optimizer=jaxtrain.SGD(0.1), checkpoints=jaxtrain.SavePolicy(every=7))
+    saves = jaxtrain.SavePolicy(every=jaxtrain.checkpoint.Minutes(7))
+    made("c", 3, optimizer=jaxtrain.SGD(0.1), checkpoints=saves)
+    made("d", 4, optimizer=jaxtrain.SGD(0.1, momentum=0.5), checkpoints=None)
+    differs = [dict(run.differs) for run in jaxtrain.runs().runs]
+    assert differs[1] == {"optimizer": "SGD", "checkpoints": "SavePolicy"}
+    assert differs[2] == {"checkpoints.every": "Minutes"}
+    assert differs[3] == {"optimizer.momentum": 0.5, "checkpoints": None}
+
+
+def test_of_classes_with_one_name_the_modules_are_told() -> None:
+    same = FieldDifference("experiment.data.class", "mine:Rows", "copy:Rows")
+    (difference,) = by_object([same])
+    assert difference == FieldDifference("data", "mine:Rows", "copy:Rows")
+    (difference,) = by_object([same._replace(now="copy:Lines")])
+    assert difference == FieldDifference("data", "Rows", "Lines")
 
 
 def test_a_folder_of_weights_is_no_run(made, tmp_path: Path) -> None:
