@@ -219,9 +219,8 @@ def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:
     with their submodules, that may be imported.
 
     Raises ForeignField if the field is another module's object, UntrustedNames if it has one in it,
-    and ValueError with all that is
-    wrong: no run, a name that is not trusted or can't be imported (only an experiment file itself
-    knows its classes and functions), a value of another kind.
+    and ValueError with all that is wrong: no run, a name that is not trusted or can't be imported
+    (only an experiment file itself knows its classes and functions), a value of another kind.
     """
     path = Path(run_dir) / NAME
     stored = completed(read_config(Path(run_dir)) or {}).get("experiment")

@@ -25,7 +25,7 @@ from jaxtrain.validation.own_data import (
 )
 from jaxtrain.validation.preferences import pair_rows_violations
 from jaxtrain.violations import raise_violations
-from jaxtrain.weights.generate import vocabulary_of
+from jaxtrain.weights.generate import chat_vocabulary
 
 AHEAD = 64
 """Batches whose document counts are kept: more than any loader prefetches."""
@@ -44,7 +44,7 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
     violations = dataset_violations(dataset, saved=saved, sampled=sampled)
     raise_violations(violations, f"{type(data).__name__}.open({split!r}): {type(dataset).__name__}")
     if sampled and experiment.sample is not None and experiment.sample.chat:
-        with_chat_remedy(lambda: ChatEncoder(vocabulary_of(dataset)).close())
+        with_chat_remedy(lambda: ChatEncoder(chat_vocabulary(dataset)).close())
     described = description_of(experiment.model, experiment.objective)
     if described is None or len(dataset) == 0:
         return dataset

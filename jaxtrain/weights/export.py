@@ -49,9 +49,8 @@ def export(
     the disks of a `LocalTier` have are ignored. averaged: the averaged weights; None where the run
     keeps any. dtype: of the files, None for that of the parameters. mesh: the parameters are split
     over it on their way; None puts all on one device. trust: as for `generate_text`. All processes
-    call this.
-    Before a weight is read, raises ValueError where there is no such run or step, no family has its
-    model, or `out` exists; and DamagedCheckpoint.
+    call this. Before a weight is read, raises ValueError where there is no such run or step, no
+    family has its model, or `out` exists; and DamagedCheckpoint.
     """
     (run, step), out = run_and_step(run, step), local_path("out", out)
     refuse_absent(run)

@@ -28,7 +28,7 @@ from jaxtrain.tokenizers.chat import ChatEncoder, Conversation, checked_messages
 from jaxtrain.validation.own_attention import SAMPLES, is_standard, kernel_name
 from jaxtrain.violations import count, raise_violations
 from jaxtrain.weights.loading import load, static_of
-from jaxtrain.weights.tokenizer_files import KeptTokenizer
+from jaxtrain.weights.tokenizer_files import KeptTokenizer, vocabulary_of
 
 
 class Sampled(Protocol):
@@ -71,7 +71,7 @@ def generate(
     if isinstance(prompt, str):
         prompt_ids = session.dataset.encode(prompt)
     else:
-        vocabulary = vocabulary_of(session.dataset)
+        vocabulary = chat_vocabulary(session.dataset)
         kept = KeptTokenizer(vocabulary, None, frozenset({vocabulary.eos}))
         _, prompt_ids, ends = _prompt_ids(kept, _unanswered(prompt, None))
     ids = generate_ids(
@@ -87,11 +87,9 @@ def generate(
     return following(decode, prompt_ids, ids) if is_text else decode(until(ids, ends))
 
 
-def vocabulary_of(dataset: Any) -> Any:
-    """Returns the tokenizer of a dataset of texts, which those of a mixture share. Raises
-    ValueError if it has none."""
-    first = getattr(dataset, "datasets", [dataset])[0]
-    vocabulary = getattr(first, "vocabulary", None)
+def chat_vocabulary(dataset: Any) -> Any:
+    """Returns the tokenizer of a dataset of texts. Raises ValueError if it has none."""
+    vocabulary = vocabulary_of(dataset)
     if vocabulary is None:
         raise ValueError(f"a {type(dataset).__name__} has no tokenizer, and so no chat template")
     return vocabulary

@@ -48,23 +48,20 @@ def start_problem(config: Mapping[str, Any], experiment: Experiment) -> str:
     start = None if tuning is None else tuning.start
     if start is None or not isinstance(recorded, str):
         return "the run does not record which weights it began with"
-    digests, problems = _digests(start)
-    if recorded in digests:
-        return ""
+    problems = []
+    for one in _candidates(start):
+        try:
+            if start_digest(one) == recorded:
+                return ""
+        except (ValueError, OSError) as error:
+            problems.append(f"its weights cannot be read: {error}")
     return problems[0] if problems else "its weights are not those that the run began with"
 
 
-def _digests(start: Start) -> tuple[list[str], list[str]]:
-    """Returns the digests of weights, and what cannot be read. Of a run without a step any may have
-    been the newest when the other one began."""
-    starts: list[Start] = [start]
-    if isinstance(start, FromRun) and start.step is None:
-        steps = committed_steps(local_path("run_dir", start.run_dir) / CHECKPOINTS)
-        starts = [replace(start, step=step) for step in steps[::-1]] or starts
-    digests, problems = [], []
-    for one in starts:
-        try:
-            digests.append(start_digest(one))
-        except (ValueError, OSError) as error:
-            problems.append(f"its weights cannot be read: {error}")
-    return digests, problems
+def _candidates(start: Start) -> list[Start]:
+    """Returns the weights that are meant. Of a run without a step any may have been the newest when
+    the other one began."""
+    if not isinstance(start, FromRun) or start.step is not None:
+        return [start]
+    steps = committed_steps(local_path("run_dir", start.run_dir) / CHECKPOINTS)
+    return [replace(start, step=step) for step in steps[::-1]] or [start]

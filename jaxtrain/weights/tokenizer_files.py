@@ -50,12 +50,16 @@ class KeptTokenizer:
     ends: frozenset[int]
 
 
+def vocabulary_of(dataset: Any) -> Any:
+    """Returns the tokenizer of a dataset, which those of a mixture share; None if it has none."""
+    return getattr(getattr(dataset, "datasets", [dataset])[0], "vocabulary", None)
+
+
 def record_tokenizer(run: Path, dataset: Any) -> None:
     """Stores the tokenizer of a run's data in its directory, since its source may no longer exist
     when the run is used; with the settings that the folder or run it began with has for the same
     tokenizer. A resumed run keeps its files."""
-    first = getattr(dataset, "datasets", [dataset])[0]  # those of a mixture share it
-    files = tokenizer_files(getattr(first, "vocabulary", None), _beginning_of(run))
+    files = tokenizer_files(vocabulary_of(dataset), _beginning_of(run))
     is_recorded = (run / SETTINGS).is_file() and text_of(run / TOKENIZER) == files.get(TOKENIZER)
     if not is_recorded:
         for name, text in files.items():
