@@ -34,6 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -299,8 +300,8 @@ def _compare(
         if layout.precision == "fp32" and flips(outcome.routing, reference.routing).count:
             outcome = run(reference.routing)
     except Exception as error:  # whatever it is, other layouts are compared
-        first_line = (str(error).splitlines() or [""])[0]
-        text = f"{type(error).__name__}: {first_line[:400]}"
+        lines = takewhile(lambda line: not line.startswith("---"), str(error).splitlines())
+        text = f"{type(error).__name__}: {' '.join(line.strip() for line in lines)[:400]}"
         return Difference(layout, np.inf, np.inf, np.inf, False, "", error=text)
     return difference(layout, outcome, reference)
 

@@ -13,6 +13,8 @@ from jaxtrain.data.dataset import Batch
 from jaxtrain.sources.document import check_split
 from jaxtrain.violations import INT32_MAX, count
 
+NO_TEXT = "a bigram chain has no text; use TextData to encode"
+
 
 @dataclass(frozen=True)
 class BigramChain:
@@ -89,7 +91,7 @@ class _ChainDataset:
         }
 
     def encode(self, text: str) -> list[int]:
-        raise ValueError("a bigram chain has no text; use TextData to encode")
+        raise ValueError(NO_TEXT)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))

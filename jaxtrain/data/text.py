@@ -172,12 +172,12 @@ class TextData:
                 first = _first(source, split)
                 has_messages = first is not None and first.conversation is not None
                 if is_here and (has_messages or isinstance(source, Conversations)):
-                    self.try_template(first)
+                    self._try_template(first)
             except (ValueError, OSError) as error:
                 missing.append(str(error))
         return list(dict.fromkeys(missing))
 
-    def try_template(self, document: Document | None = None) -> None:
+    def _try_template(self, document: Document | None) -> None:
         """Encodes a document's conversations, None for none. Raises ValueError where its template
         does not."""
         vocabulary: Any = None  # of a tokenizer that is trained on its corpus: it has no template

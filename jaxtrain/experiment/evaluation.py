@@ -60,6 +60,8 @@ class Sample:
         violations += temperature_violations(self.temperature) + flag("chat", self.chat)
         if not isinstance(self.prompt, str) or not self.prompt:
             violations.append(f"prompt={self.prompt!r} must be a text of one character or more")
+        elif not self.prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in self.prompt):
+            violations.append(f"prompt={self.prompt!r} has half a surrogate, which is no text")
         raise_violations(violations)
 
 

@@ -15,12 +15,10 @@ class Beginning:
     again: bool = False
 
     def owns(self, run_dir: Path) -> bool:
-        """True if the run in a directory, if there is one, is this launch's."""
+        """True if the run in a directory, if there is one, is this launch's. Raises OSError or
+        ValueError where what is there does not say."""
         if self.text is None:
             return True
         from jaxtrain.checkpoint.run_config import BEGUN_BY, read_config
 
-        try:
-            return (read_config(run_dir) or {}).get(BEGUN_BY) == self.text
-        except (OSError, ValueError):  # nobody can say
-            return False
+        return (read_config(run_dir) or {}).get(BEGUN_BY) == self.text

@@ -199,7 +199,11 @@ class Records:
 
     def end(self) -> str:
         """Writes what is left as the launch ends, or returns why it is not written."""
-        if not self._own and not self._beginning.owns(self._run_dir):
+        try:
+            is_own = self._own or self._beginning.owns(self._run_dir)
+        except (OSError, ValueError) as error:
+            return f"nothing of this run is recorded: {error}"
+        if not is_own:
             return "nothing of this run is recorded: it has taken no step"
         if self._lines and is_held(self._run_dir):
             return f"{self._run_dir} is in use by another run: nothing of this one is recorded"

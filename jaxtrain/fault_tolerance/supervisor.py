@@ -188,8 +188,8 @@ class Supervisor:
             if self.beginning.owns(self.run_dir):
                 saved = committed_steps(self.run_dir / CHECKPOINTS)
             else:
-                status = f"nothing is saved: this run has not begun, {self.run_dir} is as it was"
-        except OSError as error:
+                status = f"nothing is saved: this run has not begun in {self.run_dir}"
+        except (OSError, ValueError) as error:
             status = f"what is saved cannot be seen: {error}"
         if saved:
             command = "the same command" + " without --fresh" * self.beginning.again

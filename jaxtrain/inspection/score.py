@@ -72,9 +72,11 @@ def score(
         raise ValueError(f"texts={texts!r} is one text; give a list of them: [{texts!r}]")
     if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
         raise ValueError(
-            f"texts is a {type(texts).__name__}; give a list of texts, or of their ids"
+            f"texts is a {type(texts).__name__}; give a list of texts, lists of messages, or ids"
         )
     path, listed_texts = directory_of(run)[0], list(texts)
+    if _is_conversation(listed_texts):
+        raise ValueError("texts is one conversation; give a list of them: [messages]")
     has_messages = any(map(_is_conversation, listed_texts))
     has_text = has_messages or any(isinstance(text, str) for text in listed_texts)
     vocabulary: Any = kept_vocabulary(path, trust) if has_text else None

@@ -29,6 +29,7 @@ from jaxtrain.checkpoint.storage import committed_steps, steps_aside
 from jaxtrain.cluster.agreement import from_first
 from jaxtrain.cluster.run_lock import NAME as LOCK
 from jaxtrain.cluster.run_lock import refuse_held, sole_run
+from jaxtrain.cluster.sampler import SUPERVISOR
 from jaxtrain.experiment import (
     Experiment,
     FromHuggingFace,
@@ -262,8 +263,10 @@ def left_in(run: Path, *, anew: str = "", text: str | None = None) -> tuple[int 
     saved = f"step {steps[-1]} is saved in {run}"
     if not (run / NAME).is_file():
         return steps[-1], f"{saved}, which has lost its {NAME}: put it back to go on"
-    if text is not None:  # of a launch with --fresh, the launch says how to go on
-        return steps[-1], saved if anew else f"{saved}; a start with the same text goes on"
+    if text is not None and not anew:
+        return steps[-1], f"{saved}; a start with the same text goes on"
+    if text is not None and SUPERVISOR in os.environ:  # the launch says how to go on
+        return steps[-1], saved
     if anew == "numbered":
         return steps[-1], f"{saved}; --run-dir {run} in the place of --numbered goes on"
     return steps[-1], f"{saved}; the same command{' without --fresh' * bool(anew)} goes on"

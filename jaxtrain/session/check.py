@@ -11,7 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtrain.data import TextData
+from jaxtrain.data import BigramChain, TextData
+from jaxtrain.data.synthetic import NO_TEXT
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.files.cache import cache_directory
@@ -28,13 +29,13 @@ from jaxtrain.session.held_out_sets import absent_sets, for_each, open_all
 from jaxtrain.session.lineage import branch_from
 from jaxtrain.session.memory import argument_bytes, memory_violations, parameter_counts
 from jaxtrain.session.notes import notes
-from jaxtrain.session.rows import open_split, with_chat_remedy
+from jaxtrain.session.rows import open_split, sample_violations
 from jaxtrain.session.tasks import absent_tasks
 from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.pipeline import activation_share
-from jaxtrain.tokenizers.chat import ChatEncoder
+from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, TokenizerFile
 from jaxtrain.validation.experiment import format_violations
 from jaxtrain.weights.start import settled_start
 
@@ -254,7 +255,7 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list
         missing = data.absent(splits) if data_here and hasattr(data, "absent") else []
         missing = [f"data: {text}" for text in missing]
         if data_here:
-            missing += [*absent_sets(experiment, cache_dir), *_absent_chat(experiment)]
+            missing += [*absent_sets(experiment, cache_dir), *_wrong_sample(experiment)]
         return None, {}, missing + (absent_tasks(experiment) if data_here else [])
     fields: Any = {}
     violations = absent_tasks(experiment) if data_here else []
@@ -276,17 +277,28 @@ def _look_at(experiment: Experiment, *, data_here: bool) -> tuple[Any, Any, list
     return fields, held_out, violations
 
 
-def _absent_chat(experiment: Experiment) -> list[str]:
-    """Returns a message where a sample is to answer a message, and there is no chat template."""
-    sample, data = experiment.sample, experiment.data
-    if sample is None or not sample.chat:
+def _wrong_sample(experiment: Experiment) -> list[str]:
+    """Returns a violation where the tokenizer is known before the data is opened and does not
+    encode the sample's prompt."""
+    data, sample = experiment.data, experiment.sample
+    if sample is None:
+        return []
+    if isinstance(data, BigramChain):
+        return [f"evaluation.sample: {NO_TEXT}"]
+    tokenizer = data.tokenizer if isinstance(data, TextData) else None
+    if isinstance(tokenizer, BpeTokenizer) and sample.chat:
+        return sample_violations(experiment, lambda _: [0], lambda: None)  # it has no template
+    if isinstance(tokenizer, ByteTokenizer) and sample.chat:  # without, fields alone say it
+        return sample_violations(experiment, tokenizer.encode, lambda: tokenizer)
+    if not isinstance(tokenizer, TokenizerFile) or tokenizer.absent():
         return []
     try:
-        act = data.try_template if isinstance(data, TextData) else lambda: ChatEncoder(None)
-        with_chat_remedy(act)
+        vocabulary = tokenizer.build(lambda: iter(()), corpus="", cache_dir=Path())
     except ValueError as error:
-        return [str(error)]
-    return []
+        return [f"data: {error}"]
+    first = [] if vocabulary.bos is None else [vocabulary.bos]
+    encode = lambda text: [*first, *vocabulary.encode(text)]  # noqa: E731
+    return sample_violations(experiment, encode, lambda: vocabulary)
 
 
 def _held_out_violations(assembly: Assembly, held_out: dict[str, Any]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
 from jaxtrain.scoring.ended import WEIGHTS
 from jaxtrain.step.batches import Batch
-from jaxtrain.tokenizers.chat import ChatEncoder
+from jaxtrain.validation.experiment import sample_length_violations
 from jaxtrain.validation.model import vocab_of
 from jaxtrain.validation.own_data import (
     TARGETS,
@@ -25,7 +26,7 @@ from jaxtrain.validation.own_data import (
 )
 from jaxtrain.validation.preferences import pair_rows_violations
 from jaxtrain.violations import raise_violations
-from jaxtrain.weights.generate import chat_vocabulary
+from jaxtrain.weights.generate import chat_vocabulary, message_ids
 
 AHEAD = 64
 """Batches whose document counts are kept: more than any loader prefetches."""
@@ -43,8 +44,10 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
     sampled = split == "train" and experiment.sample is not None
     violations = dataset_violations(dataset, saved=saved, sampled=sampled)
     raise_violations(violations, f"{type(data).__name__}.open({split!r}): {type(dataset).__name__}")
-    if sampled and experiment.sample is not None and experiment.sample.chat:
-        with_chat_remedy(lambda: ChatEncoder(chat_vocabulary(dataset)).close())
+    if sampled:
+        raise_violations(
+            sample_violations(experiment, dataset.encode, partial(chat_vocabulary, dataset))
+        )
     described = description_of(experiment.model, experiment.objective)
     if described is None or len(dataset) == 0:
         return dataset
@@ -71,12 +74,30 @@ def open_split(experiment: Experiment, split: str, cache_dir: Path, *, saved: bo
     return Weighted(dataset, described.tokens) if unweighted else dataset
 
 
-def with_chat_remedy(act: Callable[[], object]) -> None:
-    """Calls `act`, which fails without a chat template. Raises ValueError with what to change."""
+def sample_violations(
+    experiment: Experiment,
+    encode: Callable[[str], Sequence[int]],
+    vocabulary: Callable[[], Any],
+) -> list[str]:
+    """Returns a violation for a prompt of the sample that cannot be encoded, or passes the learned
+    positions. encode: of a text. vocabulary: that of a message; it may raise ValueError."""
+    sample = experiment.sample
+    if sample is None:
+        return []
     try:
-        act()
-    except (ValueError, OSError) as error:
-        raise ValueError(f"evaluation.sample: chat=True: {error}; or use chat=False") from error
+        ids = encode(sample.prompt)
+    except ValueError as error:
+        return [f"evaluation.sample: {error}"]
+    except Exception as error:  # a user's code
+        name = type(error).__name__
+        return [f"evaluation.sample: its prompt is not encoded: {name}: {error}; give another one"]
+    try:
+        ids = message_ids(vocabulary(), sample.prompt) if sample.chat else ids
+    except ValueError as error:
+        return [f"evaluation.sample: chat=True: {error}; or use chat=False"]
+    if not len(ids):
+        return ["evaluation.sample: its prompt becomes no tokens; give another one"]
+    return sample_length_violations(experiment, len(ids), "a prompt of")
 
 
 def check_vocabulary(experiment: Experiment, dataset: Any) -> None:

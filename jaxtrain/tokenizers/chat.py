@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,10 +50,11 @@ class Conversation(NamedTuple):
 def checked_messages(value: object) -> list[dict[str, Any]]:
     """Returns a conversation's messages, without keys whose value is null. Raises ValueError for
     the first that is none."""
+    value = list(value) if isinstance(value, tuple) else value
     if not isinstance(value, list) or not value:
         raise ValueError(f"messages are a list of one or more, these are {kind_of(value)}")
     for number, message in enumerate(value):
-        if not isinstance(message, dict):
+        if not isinstance(message, Mapping):
             raise ValueError(
                 f"message {number} is {kind_of(message)}; give an object with role and content"
             )
@@ -67,7 +68,7 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
                 f"the content of message {number} is {kind_of(content)}; give a text, or a list of "
                 "parts"
             )
-        refuse_no_json(f"message {number}", message)
+        refuse_no_json(f"message {number}", dict(message))
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
 
@@ -86,7 +87,8 @@ def kind_of(value: object) -> str:
     if value is None or value == []:
         return "null" if value is None else "an empty list"
     names: dict[type, str] = {str: "a text", dict: "an object", list: "a list", bool: "a flag"}
-    return names.get(type(value), "a number")
+    names |= dict.fromkeys((int, float), "a number")
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 class EncodedConversation(NamedTuple):
@@ -311,10 +313,12 @@ class ChatEncoder(Renderer):
                 self.vocabulary.chat.path,
             )
 
-    def end_of_turn(self) -> int | None:
-        """Returns the special token that the template writes behind an answer, None for none."""
+    def end_of_turn(self, asked: Conversation | None = None) -> int | None:
+        """Returns the special token that the template writes behind an answer, None for none.
+        asked: the conversation that is answered, None for one of its own."""
         question, answer = ({"role": role, "content": "text"} for role in ("user", "assistant"))
-        text, turns, mark = self.render(Conversation([question, answer]))
+        asked = Conversation([question]) if asked is None else asked
+        text, turns, mark = self.render(Conversation([*asked.messages, answer], asked.tools))
         ids, offsets = self.vocabulary.encode_markup(text, mark)
         stop = max((end for _, end in turns), default=0)
         for last in ids[offsets[:, 0] < stop][-1:]:

@@ -266,12 +266,19 @@ def _sample_violations(experiment: Experiment) -> list[str]:
     tokenizer, prompt = getattr(e.data, "tokenizer", None), 1
     if isinstance(tokenizer, ByteTokenizer):
         prompt = len(tokenizer.encode(e.sample.prompt))
-    if prompt + e.sample.tokens <= positions:
+    return sample_length_violations(e, prompt, "a prompt of at least")
+
+
+def sample_length_violations(experiment: Experiment, prompt: int, begins: str) -> list[str]:
+    """Returns a violation for a sample that passes the learned positions. prompt: its tokens.
+    begins: the violation."""
+    sample, positions = experiment.sample, positions_of(experiment)
+    if sample is None or positions is None or prompt + sample.tokens <= positions:
         return []
     room = positions - prompt
     remedy = f"tokens={room} or less" if room > 0 else "a shorter prompt"
     return [
-        f"evaluation.sample: a prompt of {prompt} or more tokens and tokens={e.sample.tokens} pass "
+        f"evaluation.sample: {begins} {prompt} tokens and tokens={sample.tokens} pass "
         f"learned_positions={positions}; use {remedy}, or more positions"
     ]
 

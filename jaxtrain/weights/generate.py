@@ -95,6 +95,15 @@ def chat_vocabulary(dataset: Any) -> Any:
     return vocabulary
 
 
+def message_ids(vocabulary: Any, content: str) -> list[int]:
+    """Returns the ids after which the answer to one message follows. Raises ValueError where the
+    chat template refuses it, or there is none."""
+    with ChatEncoder(vocabulary) as chat:
+        conversation = Conversation([{"role": "user", "content": content}])
+        chat.end_of_turn(conversation)
+        return chat.prompt(conversation)
+
+
 def generate_ids(
     assembly: Assembly,
     params: dict[str, Any],
@@ -194,7 +203,7 @@ def _prompt_ids(
         first = [] if tokenizer.bos is None else [tokenizer.bos]
         return first, tokenizer.vocabulary.encode(prompt), tokenizer.ends
     with ChatEncoder(tokenizer.vocabulary) as chat:
-        end, ids = chat.end_of_turn(), chat.prompt(prompt)
+        end, ids = chat.end_of_turn(prompt), chat.prompt(prompt)
     return [], ids, tokenizer.ends if end is None else tokenizer.ends | {end}
 
 

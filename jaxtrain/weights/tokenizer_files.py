@@ -52,7 +52,8 @@ class KeptTokenizer:
 
 def vocabulary_of(dataset: Any) -> Any:
     """Returns the tokenizer of a dataset, which those of a mixture share; None if it has none."""
-    return getattr(getattr(dataset, "datasets", [dataset])[0], "vocabulary", None)
+    parts = getattr(dataset, "datasets", None) or [dataset]
+    return getattr(parts[0], "vocabulary", None)
 
 
 def record_tokenizer(run: Path, dataset: Any) -> None:

@@ -334,7 +334,7 @@ def test_a_layout_that_does_not_run_has_failed_and_the_others_go_on(
 
     certificate = list(made_up(change))[-1][1]
     assert {d.layout.sharding for d in certificate.failed} == {"zero1"}
-    assert certificate.failed[0].error == f"{error.__name__}: no such thing"
+    assert certificate.failed[0].error == f"{error.__name__}: no such thing second line"
     assert len(certificate.differences) == certificate.closed_count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -613,7 +614,8 @@ def test_a_launch_that_begins_anew_leaves_the_run_that_was_there_alone(
 ) -> None:
     """Until one of its starts has made it its own; and its command would begin anew again."""
     roster: Any = SimpleNamespace(choose=lambda stopped: False)
-    monkeypatch.setattr("jaxtrain.checkpoint.storage.committed_steps", lambda folder: [4])
+    for name in ("storage", "run_config"):
+        monkeypatch.setattr(f"jaxtrain.checkpoint.{name}.committed_steps", lambda folder: [4])
     told: list[str] = []
     run = tmp_path / "run"
     places: Any = dict(tell=told.append, run_dir=run, folder=tmp_path)
@@ -621,12 +623,19 @@ def test_a_launch_that_begins_anew_leaves_the_run_that_was_there_alone(
     made._records.add("failures.jsonl", {"start": 1})
     made.stopping = 1
     run.mkdir()
-    for config in (None, "{", '{"begun_by": "b"}'):
+    for config, reason in (
+        (None, "holds checkpoints .* but no config.json"),
+        ("{", "cannot be read"),
+    ):
         if config is not None:
             (run / "config.json").write_text(config)
         assert made.run() == 130 and not (run / "failures.jsonl").exists()
-        assert f"nothing is saved: this run has not begun, {run} is as it was; nothing" in told[-1]
-        assert "nothing of this run is recorded: it has taken no step" in told[-1]
+        assert re.search(rf"what is saved cannot be seen: .*{reason}", told[-1])
+        assert re.search(rf"nothing of this run is recorded: .*{reason}", told[-1])
+    (run / "config.json").write_text('{"begun_by": "b"}')
+    assert made.run() == 130 and not (run / "failures.jsonl").exists()
+    assert f"nothing is saved: this run has not begun in {run}; nothing" in told[-1]
+    assert "nothing of this run is recorded: it has taken no step" in told[-1]
     (run / "config.json").write_text('{"begun_by": "a"}')
     assert made.run() == 130 and (run / "failures.jsonl").exists()
     assert "the newest save is 4, from which the same command without --fresh goes on" in told[-1]

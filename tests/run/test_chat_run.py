@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from chats import turns, write_folder
 
 import jaxtrain
 from jaxtrain import AdamW, Experiment, TextData, cli
-from jaxtrain.data import Conversations, DocumentStream, JsonLines, TokenizerFile
+from jaxtrain.data import Conversations, DocumentStream, JsonLines, Mixture, TokenizerFile
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.optim import Constant
 from jaxtrain.run.words import _sample_text
@@ -80,12 +82,189 @@ def test_an_answer_wants_a_chat_template(run: Path, act: Any) -> None:
     texts = jaxtrain.TextFiles(str(run.parent / "*.jsonl"), separator=":", held_out=0.3)
     bytes_alone = TextData(texts, jaxtrain.data.ByteTokenizer(), seq=8)
     chain = jaxtrain.data.BigramChain(vocab=448, seq=8)
-    for data, reason in ((bytes_alone, "the tokenizer has no chat template"), (chain, "no ")):
-        text = rf"evaluation\.sample: chat=True: .*{reason}.*; or use chat=False"
-        with pytest.raises(ValueError, match=text):
+    absent = "chat=True: the tokenizer has no chat template.*; or use chat=False"
+    for data, reason in (
+        (bytes_alone, absent),
+        (chain, "a bigram chain has no text; use TextData"),
+    ):
+        with pytest.raises(ValueError, match=rf"evaluation\.sample: {reason}"):
             act(replace(experiment, data=data), "cpu_1")
     with pytest.raises(ValueError, match="chat='yes' must be True or False"):
         jaxtrain.Sample("hi", chat="yes")  # type: ignore[arg-type]
+
+
+SYSTEM_FIRST = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('a system message comes first') }}"
+    "{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<end_of_turn>' }}{% endgeneration %}{% else %}{{ m.content + ':' }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def system_first(run: Path) -> Experiment:
+    """Of a template that refuses a conversation without a system message."""
+    experiment = load_experiment_of(run)
+    folder = run.parent
+    (folder / "first.jinja").write_text(SYSTEM_FIRST)
+    system = {"role": "system", "content": "be short"}
+    texts = (json.dumps({"messages": [system, *turns(QUESTION, ANSWER)]}) for _ in range(4))
+    (folder / "systems.jsonl").write_text("\n".join(texts))
+    data: Any = experiment.data
+    template = str(folder / "first.jinja")
+    tokenizer = replace(data.tokenizer, chat_template=template)
+    source = Conversations(str(folder / "systems.jsonl"), held_out=0.0)
+    return replace(experiment, data=replace(data, source=source, tokenizer=tokenizer), steps=2)
+
+
+@pytest.mark.parametrize("act", [jaxtrain.check, jaxtrain.train], ids=["check", "train"])
+def test_a_sample_that_the_template_or_the_positions_refuse(
+    system_first: Experiment, act: Any, tmp_path: Path
+) -> None:
+    sample = jaxtrain.Sample("hi", tokens=60, chat=True)
+    sampled = jaxtrain.Evaluation(sample=sample)
+    with pytest.raises(ValueError, match=r"sample: chat=True: .*a system message comes"):
+        act(replace(system_first, evaluation=sampled), "cpu_1")
+    (tmp_path / "asks.jsonl").write_text("hi:there:again:and again")
+    (tmp_path / "asks.jinja").write_text(
+        "{% if messages[-1].role == 'assistant' %}{{ raise_exception('it only asks') }}{% endif %}"
+    )
+    tokenizer = replace(system_first.data.tokenizer, chat_template=str(tmp_path / "asks.jinja"))
+    texts = jaxtrain.TextFiles(str(tmp_path / "asks.jsonl"), separator=":", held_out=0.3)
+    asks = replace(system_first, data=TextData(texts, tokenizer, seq=64), evaluation=sampled)
+    with pytest.raises(ValueError, match=r"sample: chat=True: .*it only asks"):
+        act(asks, "cpu_1")
+    with pytest.raises(ValueError, match="half a surrogate"):
+        jaxtrain.Sample("a\ud800")
+    small = replace(system_first.model, learned_positions=64)
+    data: Any = replace(
+        system_first.data, tokenizer=replace(system_first.data.tokenizer, chat_template=None)
+    )
+    for chat, prompt in ((False, "hi you there"), (True, "hi")):  # the template adds to it
+        evaluation = jaxtrain.Evaluation(sample=replace(sample, prompt=prompt, chat=chat))
+        long = replace(system_first, model=small, data=data, evaluation=evaluation)
+        with pytest.raises(ValueError, match=r"a prompt of \d+ tokens and tokens=60 pass"):
+            act(long, "cpu_1")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_answer_to_a_system_message_ends_where_its_turn_does(system_first: Experiment) -> None:
+    session = jaxtrain.train(system_first, "cpu_1").session
+    system = {"role": "system", "content": "be short"}
+    drawn = dict(tokens=3, temperature=0.0)
+    told = jaxtrain.weights.generate.generate(session, [system, *turns("hi")], **drawn)
+    alike = (MappingProxyType(system), *turns("hi"))
+    assert told == jaxtrain.weights.generate.generate(session, alike, **drawn)
+    with pytest.raises(ValueError, match="a system message comes first"):
+        jaxtrain.weights.generate.generate(session, turns("hi"), **drawn)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_on_a_mixture_ends_with_its_answer(run: Path) -> None:
+    """The same for the same seed of the experiment."""
+    experiment = load_experiment_of(run)
+    data: Any = experiment.data
+    held_out = shutil.copy(str(data.source.patterns), run.parent / "held_out.chats")
+    source = replace(data.source, held_out_patterns=str(held_out))
+    mixed = replace(data, source=Mixture(((1, source), (1, source))))
+    sampled = jaxtrain.Evaluation(sample=jaxtrain.Sample("hi", tokens=8, chat=True))
+
+    def answered(seed: int) -> str:
+        stream = io.StringIO()
+        short = replace(experiment, data=mixed, steps=1, evaluation=sampled, seed=seed)
+        result = jaxtrain.train(short, "cpu_1", stream=stream)
+        told = stream.getvalue()
+        assert "--- 8 tokens at temperature 0.8, the answer to 'hi'\n" in told
+        assert result.sample and f" {result.sample}\n" in told
+        drawn = dict(tokens=8, temperature=0.8, seed=seed)
+        generate = jaxtrain.weights.generate.generate
+        assert result.sample == generate(result.session, turns("hi"), **drawn)
+        return str(result.sample)
+
+    assert answered(1) != answered(2)
+
+
+class Words:
+    """A tokenizer class of one's own, which reads its corpus."""
+
+    def build(self, texts: Any, *, corpus: str, cache_dir: Path) -> Any:
+        raise AssertionError("it is built of no text")
+
+
+def test_a_check_does_not_build_a_tokenizer_of_ones_own(run: Path) -> None:
+    sampled = jaxtrain.Evaluation(sample=jaxtrain.Sample("hi", tokens=2, chat=True))
+    texts = jaxtrain.TextFiles(str(run.parent / "*.jsonl"), separator=":", held_out=0.3)
+    data = TextData(texts, Words(), seq=8)  # type: ignore[arg-type]
+    jaxtrain.check(replace(load_experiment_of(run), data=data, evaluation=sampled), "cpu_1")
+
+
+def test_a_prompt_counts_with_bos_and_a_broken_tokenizer_is_told(run: Path, tmp_path: Path) -> None:
+    experiment = load_experiment_of(run)
+    data: Any = experiment.data
+    texts = jaxtrain.TextFiles(str(run.parent / "*.jsonl"), separator=":", held_out=0.3)
+    begun = replace(data, source=texts, tokenizer=replace(data.tokenizer, add_bos=True))
+    vocabulary = begun.tokenizer.build(lambda: iter(()), corpus="", cache_dir=tmp_path)
+    length = 1 + len(vocabulary.encode("hi"))
+    small: Any = replace(experiment.model, learned_positions=64)
+    for to in (64 - length, 65 - length):
+        sample = jaxtrain.Evaluation(sample=jaxtrain.Sample("hi", tokens=to))
+        checked = replace(experiment, data=begun, model=small, evaluation=sample)
+        if to + length == 64:
+            jaxtrain.check(checked, "cpu_1")
+        else:
+            with pytest.raises(ValueError, match=f"a prompt of {length} tokens and tokens={to}"):
+                jaxtrain.check(checked, "cpu_1")
+    bytes_alone = replace(begun, tokenizer=jaxtrain.data.ByteTokenizer(), seq=8)
+    longer = jaxtrain.Evaluation(sample=jaxtrain.Sample("hi", tokens=63))
+    with pytest.raises(ValueError, match=r"^1 thing to mend .*\n.* a prompt of at least 2 tokens"):
+        jaxtrain.check(replace(checked, data=bytes_alone, evaluation=longer), "cpu_1")
+    (tmp_path / "tokenizer.json").write_text("{ no")
+    broken = replace(begun, tokenizer=TokenizerFile(str(tmp_path), eos="</s>"))
+    with pytest.raises(ValueError, match=r"- data: .* cannot be used as a tokenizer"):
+        jaxtrain.check(replace(checked, data=broken), "cpu_1")
+
+
+class Spelled:
+    """Rows of one's own, whose encode knows two letters."""
+
+    seq, isolate_documents, vocab, digest = 8, False, 448, "spelled"
+
+    def open(self, split: str, *, seed: int, cache_dir: Path) -> Spelled:
+        return self
+
+    def __len__(self) -> int:
+        return 8
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        tokens = np.ones((len(indices), 8), np.int32)
+        return {"tokens": tokens, "targets": tokens, "weights": tokens.astype(np.float32)}
+
+    def encode(self, text: str) -> list[int]:
+        return [{"a": 1, "b": 2}[letter] for letter in text.strip()]
+
+    def decode(self, ids: Any) -> str:
+        return "".join("-ab"[i] for i in ids)
+
+
+def test_what_an_encode_of_ones_own_raises_is_told_before_the_first_step(run: Path) -> None:
+    reasons = {"abc": "is not encoded: KeyError: 'c'; give another", " ": "becomes no tokens"}
+    for prompt, reason in reasons.items():
+        sampled = jaxtrain.Evaluation(sample=jaxtrain.Sample(prompt, tokens=2))
+        experiment = replace(load_experiment_of(run), data=Spelled(), evaluation=sampled)
+        with pytest.raises(ValueError, match=rf"evaluation\.sample: its prompt {reason}"):
+            jaxtrain.train(experiment, "cpu_1")
+
+
+def test_messages_are_any_sequence_of_mappings(run: Path) -> None:
+    chat = turns(QUESTION, ANSWER)
+    alike = [chat, tuple(chat), [MappingProxyType(m) for m in chat]]
+    first, *others = jaxtrain.score(run, alike)
+    for scored in others:
+        np.testing.assert_array_equal(scored.log_probs, first.log_probs)
+    with pytest.raises(ValueError, match=r"one conversation; give a list of them: \[messages\]"):
+        jaxtrain.score(run, chat)
+    with pytest.raises(ValueError, match="messages are a list of one or more, these are a bytes"):
+        jaxtrain.generate_text(run, b"hi")  # type: ignore[arg-type]
 
 
 def test_conversations_are_scored_as_they_are_learnt(run: Path) -> None:

@@ -224,9 +224,9 @@ def test_a_decoder_whose_layers_cannot_be_counted_is_refused(change: dict[str, A
         (
             jaxtrain.data.ByteTokenizer(),
             "four",
-            "prompt of 4 .* and tokens=13 .*; use tokens=12 or",
+            "prompt of at least 4 .* and tokens=13 .*; use tokens=12 or",
         ),
-        (jaxtrain.data.ByteTokenizer(), "x" * 20, "prompt of 20 .*; use a shorter prompt"),
+        (jaxtrain.data.ByteTokenizer(), "x" * 20, "prompt of at least 20 .*; use a shorter prompt"),
         (jaxtrain.data.BpeTokenizer(), "four", None),
         (jaxtrain.data.ByteTokenizer(), "one", None),
     ],

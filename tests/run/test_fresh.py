@@ -115,7 +115,9 @@ def test_a_text_begins_a_run_once(first, tmp_path: Path) -> None:
     assert len([*tmp_path.iterdir()]) == 5, "it may have"
 
 
-def test_a_stop_tells_of_the_run_that_began_with_the_text(first, tmp_path: Path) -> None:
+def test_a_stop_tells_of_the_run_that_began_with_the_text(
+    first, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of an interrupted start; another's saves are none of its."""
     run = tmp_path / "run"
     trained(first, run)
@@ -126,10 +128,13 @@ def test_a_stop_tells_of_the_run_that_began_with_the_text(first, tmp_path: Path)
     saved = f"stopped; step 4 is saved in {run};"
     again = (75, f"{saved} a start with the same text goes on")
     assert _outcome(None, run, anew="", text="a") == again
+    without = f"{saved} the same command without --fresh goes on"
+    assert _outcome(None, run, anew="fresh", text="a") == (75, without), "of a scheduler's job"
+    monkeypatch.setenv("JAXTRAIN_SUPERVISOR", "1")
     assert _outcome(None, run, anew="fresh", text="a") == (75, saved.removesuffix(";"))
     assert _outcome(None, run, anew="fresh") == (
         130,
-        f"{saved} the same command without --fresh goes on",
+        without,
     )
     (run / "config.json").write_text("{")
     stopped: Any = SimpleNamespace(stopped=True, saved=4)

@@ -20,7 +20,7 @@ from jaxtrain import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.checkpoint.run_config import read_config
 from jaxtrain.huggingface import write_folder
 from jaxtrain.huggingface.folder import Folder
-from jaxtrain.weights.start_digest import ENTRY, start_digest
+from jaxtrain.weights.start_digest import ENTRY, start_digest, start_problem
 
 TARGETS = ("period.0.attention.query", "period.0.mlp.down")
 FILE = "model.safetensors"
@@ -198,6 +198,37 @@ def test_a_run_that_went_on_is_known_by_the_step_that_was_its_newest(
     again = FromRun(shutil.move(tmp_path / "elsewhere", tmp_path / "third"))
     with pytest.raises(ValueError, match=r"start\.run_dir was"):
         trained(of(again), tmp_path / "run")
+
+
+def test_of_a_run_without_a_step_the_newest_are_read_until_one_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 5, 6):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    read: list[int | None] = []
+
+    def digest(start: FromRun) -> str:
+        read.append(start.step)
+        if start.step in (5, 6, None):
+            raise ValueError(f"step {start.step} is torn")
+        return f"weights {start.step}"
+
+    monkeypatch.setattr("jaxtrain.weights.start_digest.start_digest", digest)
+    monkeypatch.setattr("jaxtrain.weights.start_digest.committed_steps", committed)
+
+    def problem(recorded: int, start: FromRun) -> str:
+        read.clear()
+        return start_problem({ENTRY: f"weights {recorded}"}, of(start))
+
+    assert problem(4, FromRun(tmp_path)) == "" and read == [6, 5, 4]
+    assert "step 6 is torn" in problem(9, FromRun(tmp_path)) and read == [6, 5, 4, 2]
+    assert problem(4, FromRun(tmp_path, step=4)) == "" and read == [4]
+    assert "not those" in problem(4, FromRun(tmp_path, step=2)) and read == [2]
+    assert "step None is torn" in problem(4, FromRun(tmp_path / "empty")) and read == [None]
+
+
+def committed(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def test_a_digest_names_tensors_and_sees_each_of_them(base: Path, tmp_path: Path) -> None:
