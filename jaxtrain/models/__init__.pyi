@@ -3,6 +3,7 @@
 from .adapters import column as column
 from .adapters import replicated as replicated
 from .adapters import row as row
+from .description import Member as Member
 from .description import ModelDescription as ModelDescription
 from .layered import LayeredModel as LayeredModel
 from .layered import ModelConfig as ModelConfig

@@ -9,13 +9,23 @@ program (`jaxtrain compile`, the contract).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from jaxtrain.operations.block import Block, chain, deferred_matrices, mixtures, operations
+from jaxtrain.operations.block import (
+    Block,
+    chain,
+    chain_with_ends,
+    deferred_matrices,
+    leaf_names,
+    mixtures,
+    operations,
+)
 from jaxtrain.operations.experts import ExpertCall
+from jaxtrain.operations.flows import members_trained
 from jaxtrain.operations.head import Head
 from jaxtrain.operations.operation import Operation
+from jaxtrain.operations.recompute import computed_from
 from jaxtrain.telemetry.flops import AttentionFlops, Matmul, ModelFlops, forward_flops
 
 STACK = "period."
@@ -36,19 +46,33 @@ def named_by(leaf: str, names: Iterable[str]) -> bool:
     return any(leaf == name or (name.endswith(".") and leaf.startswith(name)) for name in names)
 
 
+@dataclass(frozen=True)
+class Member:
+    """A member of a residual stream of several arrays, [tokens, width], with an element for each
+    token of a row.
+
+    width: of the array. lookups: the tables whose vectors are added up in it. leaves: False if
+    nothing behind the stack reads it: a pipeline then does not send it there."""
+
+    width: int
+    lookups: tuple[str, ...] = ()
+    leaves: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
     """Description of a model.
 
-    embed: width of the residual stream. period: the blocks of a stack, in which they repeat
+    embed: width of the residual stream, or of the member of it that the head reads. stream: members
+    of a residual stream of several arrays, by the names that they have in the dict of it; {} for
+    one array. Blocks then consist of `Update`s. period: the blocks of a stack, in which they repeat
     `periods` times; their leaves are `period.0.<leaf in the block>` and so on, stacked on dim 0.
     prefix, suffix: blocks before and after the stack, by the path that begins their leaves' names.
     head: how it ends. lookups: tables that are split over the vocabulary, read by
     `Communicator.embed`, each once, and added up. tables: all leaves that are gathered each by
-    itself, the head and the lookups among them. entering: what else is read before the stack, by
-    names, or beginnings of names that end with a dot; what is neither there nor in the stack is
-    read behind it. entry: what is done to what was looked up before the first block, such as a
-    norm.
+    itself, the head and the lookups among them. entry: what is done to what was looked up before
+    the first block, such as a `Bias` of positions, or a norm; leaves that are neither there nor
+    looked up, nor in a block before the stack or in it, are read behind it.
     fields: what a batch must hold, with the logical axes of a row; the first has one element for
     each token of the residual stream, ("seq",). weights: the field that its losses are multiplied
     by, with which an evaluation drops rows that it has no use for; one called "weights" is made of
@@ -67,11 +91,11 @@ class ModelDescription:
     periods: int
     head: Head
     fields: Mapping[str, tuple[str | None, ...]]
+    stream: Mapping[str, Member] = field(default_factory=dict)
     prefix: Mapping[str, Block] = field(default_factory=dict)
     suffix: Mapping[str, Block] = field(default_factory=dict)
     lookups: tuple[str, ...] = ("embedding",)
     tables: tuple[str, ...] = ()
-    entering: tuple[str, ...] = ()
     entry: tuple[Operation, ...] = ()
     positions: int | None = None
     switches: tuple[int, ...] = ()
@@ -83,6 +107,11 @@ class ModelDescription:
         """Returns the description of this model with a loss of pairs (`losses.preferences`)."""
         head, fields = replace(self.head, of_pairs=True), {**self.fields, **PAIRS}
         return replace(self, head=head, fields=fields, sums=(*self.sums, *OF_PAIRS))
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """Members of the residual stream by name; of one array, whose name is ""."""
+        return dict(self.stream) or {"": Member(self.embed, self.lookups)}
 
     @property
     def tokens(self) -> str:
@@ -161,12 +190,34 @@ class ModelDescription:
     @property
     def entering_alone(self) -> tuple[str, ...]:
         """Leaves that are read before the stack, except those of blocks."""
-        return (*self.lookups, *self.entering)
+        return (*self.lookups, *leaf_names(self.entry))
 
     @property
     def tied(self) -> tuple[str, ...]:
         """Leaves that are read both before and after the stack."""
         return (self.head.leaf,) if self.enters(self.head.leaf) else ()
+
+    @property
+    def leaves_unread(self) -> bool:
+        """True if the stack's last layer computes values that nothing reads behind it."""
+        nodes, ends = chain_with_ends(self.period)
+        read = computed_from(nodes, [n for k, n in ends.members.items() if self.stream[k].leaves])
+        return bool(self.stream) and any(n.inputs and i not in read for i, n in enumerate(nodes))
+
+    def all_members_have_gradients(self, trained: Set[str]) -> bool:
+        """Returns True if all members of the stream have gradients before the stack, or none has,
+        and all have them behind its first turn. trained: names of leaves."""
+        paths = ["", *self.prefix]
+
+        def trains(block: int, name: str) -> bool:
+            names = [paths[block] + name + end for end in ("", ADAPTER_A, ADAPTER_B)]
+            return any(named_by(leaf, names) for leaf in trained)
+
+        looked_up = {name for name, member in self.stream.items() if trained & {*member.lookups}}
+        entering = members_trained((self.entry, *self.prefix.values()), trains, looked_up)
+        paths = [*self.stacked]
+        leaving = members_trained(self.period, trains, entering)
+        return len(entering) in (0, len(self.stream)) and len(leaving) == len(self.stream)
 
     def flops(
         self, *, seq: int, sequences: int, documents: Mapping[int, float] | None = None

@@ -27,7 +27,7 @@ from jaxtrain.nn.communicator import Communicator, Local
 from jaxtrain.nn.module import STACKED, put_together, take_apart
 from jaxtrain.nn.param import named_key, normal
 from jaxtrain.nn.remat import named_input, remat
-from jaxtrain.nn.stack import Body, LayerLoop, Layers
+from jaxtrain.nn.stack import Body, LayerLoop, Layers, Stream
 
 Batch = dict[str, jax.Array]
 Tables = Mapping[str, jax.Array]
@@ -62,14 +62,15 @@ class Model(Protocol):
 
     def enter(
         self, tables: Tables, batch: Batch, context: PyTree, comm: Communicator, loop: LayerLoop
-    ) -> jax.Array:
-        """Returns the stack's input, [tokens share, embed]. tables: from `gather_lookups`."""
+    ) -> Stream:
+        """Returns the stack's input, [tokens share, embed], or a dict of the members that the
+        description's `stream` names. tables: from `gather_lookups`."""
         ...
 
     def leave(
         self,
         tables: Tables,
-        x: jax.Array,
+        x: Stream,
         batch: Batch,
         context: PyTree,
         comm: Communicator,
@@ -124,13 +125,13 @@ class LayeredModel(nnx.Module):
 
     def enter(
         self, tables: Tables, batch: Batch, context: PyTree, comm: Communicator, loop: LayerLoop
-    ) -> jax.Array:
+    ) -> Stream:
         raise NotImplementedError
 
     def leave(
         self,
         tables: Tables,
-        x: jax.Array,
+        x: Stream,
         batch: Batch,
         context: PyTree,
         comm: Communicator,
@@ -139,9 +140,9 @@ class LayeredModel(nnx.Module):
         raise NotImplementedError
 
     def run_block(
-        self, block: Any, x: jax.Array, context: PyTree, comm: Communicator, *, layer: Index
-    ) -> jax.Array:
-        """Runs one layer on x [tokens share, embed]; `layer` is its number in natural order."""
+        self, block: Any, x: Stream, context: PyTree, comm: Communicator, *, layer: Index
+    ) -> Stream:
+        """Runs one layer on x, the residual stream; `layer` is its number in natural order."""
         return block(x, context, comm, layer=layer)
 
     def gather_lookups(self, comm: Communicator, batch: Batch) -> tuple[Tables, Batch]:
@@ -165,7 +166,7 @@ class LayeredModel(nnx.Module):
 
     def run_to_leave(
         self, batch: Batch, key: jax.Array | None, comm: Communicator, loop: LayerLoop
-    ) -> tuple[Tables, jax.Array, Batch, Any]:
+    ) -> tuple[Tables, Stream, Batch, Any]:
         """Returns the first four arguments of `leave`: gathered tables, the stack's output, the
         batch and its context."""
         tables, batch = self.gather_lookups(comm, batch)
@@ -182,8 +183,8 @@ class LayeredModel(nnx.Module):
         return params[name], x
 
     def run_period(
-        self, x: jax.Array, context: PyTree, comm: Communicator, loop: LayerLoop
-    ) -> tuple[jax.Array, Tables]:
+        self, x: Stream, context: PyTree, comm: Communicator, loop: LayerLoop
+    ) -> tuple[Stream, Tables]:
         """Returns x after all layers of the stack; and `used_next`, gathered during the last layer,
         if permutes of weights are tied to products."""
         name, tied = self.used_next, comm.tied_flops_per_byte is not None
@@ -208,7 +209,7 @@ class LayeredModel(nnx.Module):
         first, n = self.first_layer, len(parts)
         stacked = {f"{i}.{k}": v for i, part in enumerate(parts) for k, v in part.params.items()}
 
-        def body(params: Any, x: jax.Array, context: PyTree, number: Index) -> jax.Array:
+        def body(params: Any, x: Stream, context: PyTree, number: Index) -> Stream:
             for i, part in enumerate(parts):
                 own = {k: params[f"{i}.{k}"] for k in part.params}
                 block = put_together(part.static, own)
@@ -221,18 +222,18 @@ class LayeredModel(nnx.Module):
         self,
         block: nnx.Module,
         path: str,
-        x: jax.Array,
+        x: Stream,
         context: PyTree,
         comm: Communicator,
         loop: LayerLoop,
         *,
         layer: int,
-    ) -> jax.Array:
+    ) -> Stream:
         """Runs a block outside the stack, whose leaves' names begin with `path`, under the loop's
         remat policy."""
         part = take_apart(block)
 
-        def run(params: Any, x: jax.Array, context: PyTree) -> jax.Array:
+        def run(params: Any, x: Stream, context: PyTree) -> Stream:
             params, x = comm.gather(params, path, named_input(x))
             used = put_together(part.static, params)
             return self.run_block(used, x, context, comm, layer=layer)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxtrain.collectives.vary import Index, vary
@@ -27,7 +28,7 @@ from jaxtrain.nn.module import put_together
 from jaxtrain.nn.split import SplitLayers
 from jaxtrain.nn.stack import Body, LayerLoop, Layers
 from jaxtrain.pipeline.layout import StageLayout, layers_of_stage, where_real
-from jaxtrain.pipeline.tick import At
+from jaxtrain.pipeline.tick import At, Stream
 
 Arrays = dict[str, Any]
 
@@ -55,32 +56,33 @@ class ModelStage:
     loop: LayerLoop
     reduce_microbatch: Callable[[Arrays], Arrays]
 
-    def enter(self, outside: Arrays, microbatch: Index) -> jax.Array:
+    def enter(self, outside: Arrays, microbatch: Index) -> Stream:
         model, batch = self._model(outside, entering=True), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         x = model.enter(self._tables(outside), batch, context, self.wide, self.loop)
+        _refuse_other_stream(self.described, self.wide.compute_dtype, x)
         algorithm = self.inner.collectives.tensor
-        return gather_tokens("pipeline input gradients", (STAGE,), algorithm, x)
+        gather = partial(gather_tokens, "pipeline input gradients", (STAGE,), algorithm)
+        return jax.tree.map(gather, x)
 
-    def leave(self, outside: Arrays, y: jax.Array, microbatch: Index) -> LossSums:
+    def leave(self, outside: Arrays, y: Stream, microbatch: Index) -> LossSums:
         model, batch = self._model(outside, entering=False), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
-        y = scatter_tokens("pipeline output", (STAGE,), self.inner.collectives.tensor, y)
+        algorithm = self.inner.collectives.tensor
+        y = jax.tree.map(partial(scatter_tokens, "pipeline output", (STAGE,), algorithm), y)
         tables = self._tables(outside)
         return model.leave(tables, y, batch, context, self.wide, self.loop)
 
-    def forward(self, chunk: Arrays, x: jax.Array, work: At) -> jax.Array:
+    def forward(self, chunk: Arrays, x: Stream, work: At) -> Stream:
         return self._layers(chunk, x, self._extras(work))
 
-    def forward_with_residuals(
-        self, chunk: Arrays, x: jax.Array, work: At
-    ) -> tuple[jax.Array, Any]:
+    def forward_with_residuals(self, chunk: Arrays, x: Stream, work: At) -> tuple[Stream, Any]:
         layers = self._layers if self._split is None else self._split
         return layers.forward_with_residuals(chunk, x, self._extras(work))
 
     def backward(
-        self, saved: PyTree, chunk: Arrays, dy: jax.Array, work: At
-    ) -> tuple[Arrays, jax.Array, Any]:
+        self, saved: PyTree, chunk: Arrays, dy: Stream, work: At
+    ) -> tuple[Arrays, Stream, Any]:
         if self._split is not None:
             grads, dx, stash = self._split.backward(saved, chunk, dy, self._extras(work))
             return self._reduce_chunk(grads, work), dx, stash
@@ -128,7 +130,7 @@ class ModelStage:
     def _body(self, comm: Communicator) -> Body:
         """Function of one period with the communicator `comm`."""
 
-        def body(params: Arrays, x: jax.Array, extras: PyTree, slot: Index) -> jax.Array:
+        def body(params: Arrays, x: Stream, extras: PyTree, slot: Index) -> Stream:
             context, layers = extras
             turn = self._model({}).stack(comm)[1]
             if not self.layout.padding:
@@ -136,9 +138,9 @@ class ModelStage:
             real = layers[slot] >= 0
             # The gradient of a block of zeros may be NaN, as is 0 times it. Both branches are x:
             # this costs nothing in the forward pass, and drops padding's gradient in the backward.
-            into = jnp.where(real, x, lax.stop_gradient(x))
+            into = jax.tree.map(partial(jnp.where, real), x, lax.stop_gradient(x))
             y = turn(params, into, context, jnp.maximum(layers[slot], 0))
-            return jnp.where(real, y, x)
+            return jax.tree.map(partial(jnp.where, real), y, x)
 
         return body
 
@@ -189,3 +191,28 @@ class _NotThere:
         raise ValueError(self._message)
 
     shape = dtype = ndim = astype = property(__jax_array__)
+
+
+def stream_share(described: ModelDescription, tokens: int, dtype: DTypeLike) -> PyTree:
+    """Shapes and dtypes of the residual stream of a device's share of the tokens."""
+    widths = {name: member.width for name, member in described.members.items()}
+    shapes = {k: jax.ShapeDtypeStruct((tokens, width), dtype) for k, width in widths.items()}
+    return shapes if described.stream else shapes[""]
+
+
+def _refuse_other_stream(described: ModelDescription, dtype: DTypeLike, x: object) -> None:
+    """Raises ValueError for a stream of other members than those of the description."""
+    arrays = x if isinstance(x, dict) and described.stream else {"": x}
+    returned = {k: getattr(v, "shape", ())[-1:] or type(v).__name__ for k, v in arrays.items()}
+    if returned != {name: (member.width,) for name, member in described.members.items()}:
+        widths = {name: member.width for name, member in described.members.items()}
+        raise ValueError(
+            f"model.describe(): the stream is of width {widths if described.stream else widths['']}"
+            f", and enter() returns {jax.tree.map(jnp.shape, x)}; say that, or return what it says"
+        )
+    others = {k: v.dtype.name for k, v in arrays.items() if v.dtype != dtype}
+    if others:
+        raise ValueError(
+            f"enter() returns {others}, and the stream is in {jnp.dtype(dtype).name}, the "
+            "communicator's compute_dtype"
+        )

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxtrain.attention.documents import ScoreInputs
 from jaxtrain.collectives.exchange import Exchange
@@ -68,7 +68,7 @@ class Communicator(Protocol):
         of weights are not tied to products (`overlap.alongside`)."""
         ...
 
-    def gather(self, params: Arrays, prefix: str, x: jax.Array) -> tuple[Weights, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, x: PyTree) -> tuple[Weights, PyTree]:
         """Returns parameters as a layer uses them, and x. Weights are gathered over the axes that
         split them only at rest, and in the compute dtype or in 8 bits. The gather waits for x: so
         it keeps its place in the loop over microbatches and in the pass. Its adjoint is
@@ -216,7 +216,7 @@ class Local:
     def tied_flops_per_byte(self) -> float | None:
         return None
 
-    def gather(self, params: Arrays, prefix: str, x: jax.Array) -> tuple[Weights, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, x: PyTree) -> tuple[Weights, PyTree]:
         if not self.narrow(params, prefix):
             return self.fetch(params, prefix), x
         return gather(self, prefix, params, x)
@@ -373,11 +373,11 @@ def _gradients(
     )
 
 
-Gathered = tuple[Weights, jax.Array]
+Gathered = tuple[Weights, PyTree]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gather(comm: Communicator, prefix: str, params: Arrays, x: jax.Array) -> Gathered:
+def gather(comm: Communicator, prefix: str, params: Arrays, x: PyTree) -> Gathered:
     """`comm.gather` made of its `fetch` and `scatter`."""
     params, x = lax.optimization_barrier((params, x))
     weights = comm.fetch(params, prefix)
@@ -386,7 +386,7 @@ def gather(comm: Communicator, prefix: str, params: Arrays, x: jax.Array) -> Gat
     }, x
 
 
-def _gather_forward(comm: Communicator, prefix: str, params: Arrays, x: jax.Array) -> Any:
+def _gather_forward(comm: Communicator, prefix: str, params: Arrays, x: PyTree) -> Any:
     # Zero-sized stand-ins carry the dtypes the cotangents must come back in.
     return gather(comm, prefix, params, x), {k: v[:0] for k, v in params.items()}
 

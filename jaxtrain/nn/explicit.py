@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.choice import Collectives
@@ -88,7 +88,7 @@ class Explicit(Local):
         permutes = any(not isinstance(choice, Lax) for choice in (used.fsdp, used.scatters))
         return self.flops_per_byte if permutes and self.gather_weights else None
 
-    def gather(self, params: Arrays, prefix: str, x: jax.Array) -> tuple[Weights, jax.Array]:
+    def gather(self, params: Arrays, prefix: str, x: PyTree) -> tuple[Weights, PyTree]:
         if not self.gather_weights:
             return super().gather(params, prefix, x)
         return gather(self, prefix, params, x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -56,9 +56,9 @@ def remat(function: Callable[P, T], name: str, offload: tuple[str, ...] = ()) ->
     return function if policy is None else jax.checkpoint(function, policy=policy)
 
 
-def named_input(x: jax.Array) -> jax.Array:
-    """x, under the name by which it may be offloaded."""
-    return checkpoint_name(x, INPUT)
+def named_input(x: T) -> T:
+    """x, a tree of arrays, under the name by which it may be offloaded."""
+    return jax.tree.map(partial(checkpoint_name, name=INPUT), x)
 
 
 def remat_violations(name: str, offload: tuple[str, ...]) -> list[str]:

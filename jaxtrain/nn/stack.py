@@ -31,8 +31,9 @@ Weights = dict[str, Any]
 """Weights of a layer as it uses them: arrays, and `QuantizedWeight`s for matrices in 8 bits."""
 Gradients = dict[str, jax.Array | None]
 """Gradients of parameters, None for frozen ones."""
-Stream = Float[Array, "tokens embed"]
-"""The residual stream, or its cotangent: this device's share."""
+Stream = PyTree[Float[Array, "tokens _"]]
+"""The residual stream, or its cotangent: this device's share. An array [tokens, embed], or a dict
+of several, which all have cotangents."""
 
 Body = Callable[[Weights, Stream, PyTree, Index], Stream]
 """(parameters of one layer as used, x, extras, layer number) -> x."""
@@ -63,7 +64,7 @@ class LayerLoop:
 
 @dataclass(frozen=True)
 class Layers:
-    """A stack of layers: x [tokens, embed] -> x.
+    """A stack of layers: x, a `Stream` -> x.
 
     body: function of a layer. fetch turns one layer's parameters into the weights that `body` uses,
     and scatter is its adjoint. frozen: names of parameters that are not differentiated. tiled: the

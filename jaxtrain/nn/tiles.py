@@ -28,7 +28,7 @@ from jaxtrain.quantization.products import QuantizedWeight, standing_for
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]
 """As `stack.Weights`."""
-Body = Callable[..., jax.Array]
+Body = Callable[..., PyTree]
 """As `stack.Body`."""
 
 
@@ -64,7 +64,7 @@ class TiledProducts:
     body_of: Callable[[Any], Body]
     _names: list[frozenset[str]] = field(default_factory=list)
 
-    def zeros(self, weights: Weights, x: jax.Array, extras: PyTree) -> Arrays:
+    def zeros(self, weights: Weights, x: PyTree, extras: PyTree) -> Arrays:
         """For each tiled weight, a zero shaped like its gradient shard; its cotangent is that
         shard."""
         tilings = self.ways(weights)
@@ -106,11 +106,11 @@ class TiledProducts:
         return self.comm.scatter(grads, self.prefix, tiles)
 
     def _used_once(
-        self, wide: Arrays, weights: Weights, x: jax.Array, extras: PyTree
+        self, wide: Arrays, weights: Weights, x: PyTree, extras: PyTree
     ) -> frozenset[str]:
         counts: Counter[str] = Counter()
 
-        def run(wide: Arrays, x: jax.Array) -> jax.Array:
+        def run(wide: Arrays, x: PyTree) -> PyTree:
             comm = _Noting(self.comm, {id(w): name for name, w in wide.items()}, counts)
             return self.body_of(comm)({**weights, **wide}, x, extras, 0)
 

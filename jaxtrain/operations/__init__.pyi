@@ -3,7 +3,9 @@
 from .attention import AttentionCall as AttentionCall
 from .block import Block as Block
 from .block import Branches as Branches
+from .block import Read as Read
 from .block import Residual as Residual
+from .block import Update as Update
 from .collectives import ExpertExchange as ExpertExchange
 from .collectives import Gather as Gather
 from .collectives import HeadExchange as HeadExchange

@@ -36,12 +36,12 @@ class AttentionCall(Operation):
     queries: tuple[str, ...] = ()
 
     def nodes(self, entry: int, number: int, *, narrow: bool = False) -> list[Node]:
-        before = HeadExchange(self.heads + 2 * self.kv_heads, self.head_dim)
+        exchange = HeadExchange(self.heads + 2 * self.kv_heads, self.head_dim)
         keys = KeyGather(self.kv_heads, self.head_dim, self.causal, self.window, self.queries)
-        after = HeadExchange(self.heads, self.head_dim, back=True)
+        exchange_back = HeadExchange(self.heads, self.head_dim, back=True)
         attended = number + 1
         return [
-            Node(inputs=(entry,), collective=before, input_collective=before),
+            Node(inputs=(entry,), collective=exchange, input_collective=exchange),
             Node(
                 inputs=(number,),
                 scores=self.flops,
@@ -54,7 +54,7 @@ class AttentionCall(Operation):
                 input_collective=keys,
                 leaf_collective=keys if self.learned else None,
             ),
-            Node(inputs=(attended,), collective=after, input_collective=after),
+            Node(inputs=(attended,), collective=exchange_back, input_collective=exchange_back),
         ]
 
     @property

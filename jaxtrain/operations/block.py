@@ -1,77 +1,177 @@
-"""Blocks: operations one after another, side by side, and added to what they read."""
+"""Blocks: operations one after another, side by side, and added to what they read; and those that
+read and change the members of a stream of several arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jaxtrain.operations.attention import AttentionCall
 from jaxtrain.operations.experts import ExpertCall
 from jaxtrain.operations.node import Node, Weight
-from jaxtrain.operations.operation import Operation
+from jaxtrain.operations.operation import Operation, Values
 
 Block = tuple[Operation, ...]
 """Operations one after another: each reads the output of the one before it."""
 
 
+class Composed(Operation):
+    """An operation that is made of others."""
+
+    def nodes(self, entry: int, number: int, *, narrow: bool = False) -> list[Node]:
+        return self.expand(Values(entry, {}), number, narrow=narrow)[0]
+
+    @abstractmethod
+    def expand(
+        self, values: Values, number: int, *, narrow: bool = False
+    ) -> tuple[list[Node], Values]: ...
+
+    @property
+    @abstractmethod
+    def blocks(self) -> tuple[Block, ...]:
+        """The chains of operations that it is made of."""
+
+    def parts(self) -> Iterator[Operation]:
+        for block in self.blocks:
+            yield from operations(block)
+
+    @property
+    def members(self) -> frozenset[str]:
+        return members_of(operation for block in self.blocks for operation in block)
+
+
 @dataclass(frozen=True)
-class Branches(Operation):
+class Branches(Composed):
     """Operations side by side on one input; the operation after them reads the outputs of all.
     branches: each a chain."""
 
     branches: tuple[Block, ...]
 
-    def nodes(self, entry: int, number: int, *, narrow: bool = False) -> list[Node]:
+    def expand(
+        self, values: Values, number: int, *, narrow: bool = False
+    ) -> tuple[list[Node], Values]:
         nodes: list[Node] = []
         ends: list[int] = []
         for branch in self.branches:
-            more = expand(branch, entry, number + len(nodes), narrow=narrow)
+            more, end = expand(branch, values, number + len(nodes), narrow=narrow)
             nodes += more
-            ends.append(number + len(nodes) - 1 if more else entry)
-        return [*nodes, Node(inputs=tuple(ends))]
+            ends.append(end.output)
+        nodes.append(Node(inputs=tuple(ends)))
+        return nodes, values._replace(output=number + len(nodes) - 1)
 
-    def parts(self) -> Iterator[Operation]:
-        for branch in self.branches:
-            yield from operations(branch)
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.branches
 
 
 @dataclass(frozen=True)
-class Residual(Operation):
+class Residual(Composed):
     """x + branch(x). branch: operations on x before it is added."""
 
     branch: Block
 
-    def nodes(self, entry: int, number: int, *, narrow: bool = False) -> list[Node]:
-        nodes = expand(self.branch, entry, number, narrow=narrow)
-        end = number + len(nodes) - 1 if nodes else entry
-        return [*nodes, Node(inputs=(entry, end))]
+    def expand(
+        self, values: Values, number: int, *, narrow: bool = False
+    ) -> tuple[list[Node], Values]:
+        nodes, end = expand(self.branch, values, number, narrow=narrow)
+        nodes.append(Node(inputs=(values.output, end.output)))
+        return nodes, values._replace(output=number + len(nodes) - 1)
 
-    def parts(self) -> Iterator[Operation]:
-        yield from operations(self.branch)
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return (self.branch,)
 
 
-def expand(block: Block, entry: int, number: int, *, narrow: bool = False) -> list[Node]:
-    """Returns the nodes of operations, each of which reads the last node of the one before it.
-    Arguments: as of `Operation.nodes`."""
+@dataclass(frozen=True)
+class Read(Composed):
+    """A member of a stream of several arrays, as the operations before have left it. It begins a
+    branch: the operation after it reads the member. member: its name."""
+
+    member: str
+
+    def expand(
+        self, values: Values, number: int, *, narrow: bool = False
+    ) -> tuple[list[Node], Values]:
+        return [], values._replace(output=values.members[self.member])
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return ()
+
+    @property
+    def members(self) -> frozenset[str]:
+        return frozenset({self.member})
+
+
+@dataclass(frozen=True)
+class Update(Composed):
+    """A member of a stream of several arrays becomes the output of operations. A block on such a
+    stream consists of Updates, and none has another within. member: its name. block: the
+    operations, of which the first reads it."""
+
+    member: str
+    block: Block
+
+    def expand(
+        self, values: Values, number: int, *, narrow: bool = False
+    ) -> tuple[list[Node], Values]:
+        entry = values._replace(output=values.members[self.member])
+        nodes, (output, _) = expand(self.block, entry, number, narrow=narrow)
+        return nodes, Values(output, {**values.members, self.member: output})
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return (self.block,)
+
+    @property
+    def members(self) -> frozenset[str]:
+        return super().members | {self.member}
+
+
+def expand(
+    block: Block, values: Values, number: int, *, narrow: bool = False
+) -> tuple[list[Node], Values]:
+    """Returns the nodes of operations, each of which reads the output of the one before it, and the
+    values after them. number, narrow: as of `Operation.nodes`."""
     nodes: list[Node] = []
     for operation in block:
-        more = operation.nodes(entry, number + len(nodes), narrow=narrow)
+        more, values = operation.expand(values, number + len(nodes), narrow=narrow)
         nodes += more
-        entry = number + len(nodes) - 1 if more else entry
-    return nodes
+    return nodes, values
+
+
+def members_of(operations: Iterable[Operation]) -> frozenset[str]:
+    """Names of the stream's members that operations read or change."""
+    return frozenset[str]().union(*(operation.members for operation in operations))
+
+
+def entry_members(blocks: Iterable[Block]) -> list[str]:
+    """Returns the names of the members that blocks read or change, in the order of the nodes
+    without inputs of their `chain`; [] for a stream of one array."""
+    return sorted(frozenset[str]().union(*map(members_of, blocks)))
 
 
 @lru_cache(maxsize=256)
 def chain(blocks: tuple[Block, ...], narrow: bool = False) -> tuple[Node, ...]:
-    """Returns the nodes of blocks, one block after another. The first, without inputs, is what the
-    blocks read; the last is their output. narrow: layers multiply in 8 bits."""
-    nodes = [Node()]
+    """Returns the nodes of blocks, one block after another. The first, without inputs, are what the
+    blocks read: one, or one for each member of a stream of several arrays, in the order of their
+    names. narrow: layers multiply in 8 bits."""
+    return chain_with_ends(blocks, narrow)[0]
+
+
+def chain_with_ends(
+    blocks: tuple[Block, ...], narrow: bool = False
+) -> tuple[tuple[Node, ...], Values]:
+    """Returns a `chain`, and the values behind it."""
+    members = entry_members(blocks)
+    nodes = [Node() for _ in members or ("",)]
+    values = Values(0, {member: number for number, member in enumerate(members)})
     for index, block in enumerate(blocks):
-        entry = len(nodes) - 1
-        more = expand(block, entry, len(nodes), narrow=narrow)
+        more, values = expand(block, values, len(nodes), narrow=narrow)
         nodes += [replace(node, block=index) for node in more]
-    return tuple(nodes)
+    return tuple(nodes), values
 
 
 def operations(block: Block) -> Iterator[Operation]:

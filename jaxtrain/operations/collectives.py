@@ -58,11 +58,13 @@ class KeyGather:
 class ExpertExchange:
     """Tokens sent to the devices of their experts, and results sent back.
 
-    experts, per_token, routing_group, rows_of_group, sums_loads: as in `ExpertCall`.
+    experts, per_token, routing_group, rows_of_group, sums_loads: as in `ExpertCall`. width: of a
+    token.
     router, matrices, shared: names of the matrices of router, each expert and the shared expert.
     """
 
     experts: int
+    width: int
     per_token: int
     routing_group: int | None
     rows_of_group: int | None

@@ -59,6 +59,7 @@ class ExpertCall(Operation):
                 leaf_reads=read,
                 collective=ExpertExchange(
                     experts=self.experts,
+                    width=width,
                     per_token=self.per_token,
                     routing_group=self.routing_group,
                     rows_of_group=self.rows_of_group,

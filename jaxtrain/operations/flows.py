@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
+from jaxtrain.operations.block import Block, chain_with_ends, entry_members
 from jaxtrain.operations.collectives import Communication, HeadExchange, KeyGather
 from jaxtrain.operations.node import Node
 
@@ -25,22 +26,45 @@ class Flow(NamedTuple):
 
 
 def gradient_flows(
-    nodes: Sequence[Node], trains: Callable[[int, str], bool], *, below: bool, traded: bool
+    nodes: Sequence[Node],
+    trains: Callable[[int, str], bool],
+    *,
+    below: bool | Set[int],
+    traded: bool,
 ) -> list[Flow]:
     """Returns the flow of each node of a chain.
 
     trains: returns True for a trained leaf, by its block's number and its name. below: the gradient
-      of the chain's input is needed. traded: several devices trade tokens for heads, of queries,
-      keys and values together, so that gradients of one bring those of all.
+      of the chain's input is needed; or the numbers of those of its inputs of which it is. traded:
+      several devices trade tokens for heads, of queries, keys and values together, so that
+      gradients of one bring those of all.
     """
-    flows = [Flow(BELOW if below else frozenset())]
-    for node in nodes[1:]:
+    flows: list[Flow] = []
+    for number, node in enumerate(nodes):
+        if not node.inputs:
+            needed = below if isinstance(below, bool) else number in below
+            flows.append(Flow(BELOW if needed else frozenset()))
+            continue
         inputs = Leaves().union(*(leaves for n in node.inputs for leaves in flows[n]))
         if traded and inputs and isinstance(node.collective, HeadExchange):
             inputs |= BELOW
         own = frozenset((node.block, name) for name in node.leaves if trains(node.block, name))
         flows.append(Flow(inputs, own))
     return flows
+
+
+def members_trained(
+    blocks: tuple[Block, ...],
+    trains: Callable[[int, str], bool],
+    entering: Set[str],
+) -> frozenset[str]:
+    """Returns the members of the stream that have gradients behind these blocks, if those of
+    `entering` have them before."""
+    (nodes, ends), names = chain_with_ends(blocks), entry_members(blocks)
+    below = {number for number, name in enumerate(names) if name in entering}
+    flows = gradient_flows(nodes, trains, below=below, traded=False)
+    changed = {name for name in names if flows[ends.members[name]]}
+    return frozenset(entering - {*names} | changed)
 
 
 def sent_back(node: Node, flow: Flow) -> tuple[Communication | None, Communication | None]:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from jaxtrain.operations.node import Node
+
+
+class Values(NamedTuple):
+    """Numbers of the values that an operation may read. output: that of the operation before it.
+    members: of a stream of several arrays, by name."""
+
+    output: int
+    members: Mapping[str, int]
 
 
 class Operation(ABC):
@@ -19,9 +28,21 @@ class Operation(ABC):
         narrow: layers multiply in 8 bits.
         """
 
+    def expand(
+        self, values: Values, number: int, *, narrow: bool = False
+    ) -> tuple[list[Node], Values]:
+        """Returns its nodes, and the values after it. number, narrow: as of `nodes`."""
+        nodes = self.nodes(values.output, number, narrow=narrow)
+        return nodes, values._replace(output=number + len(nodes) - 1)
+
     def parts(self) -> Iterator[Operation]:
         """Yields the operations that it is made of; itself if it is made of none."""
         yield self
+
+    @property
+    def members(self) -> frozenset[str]:
+        """Names of the stream's members that it reads or changes."""
+        return frozenset()
 
     def unsplit(
         self, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], prefix: str = ""

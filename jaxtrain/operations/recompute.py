@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jaxtrain.operations.block import Block, chain
-from jaxtrain.operations.collectives import Communication, Gather
+from jaxtrain.operations.block import Block, chain, chain_with_ends, entry_members
+from jaxtrain.operations.collectives import Communication
 from jaxtrain.operations.node import Node
 
 
@@ -57,7 +57,12 @@ def needed_for_saved(
     if split:
         inputs = (node.inputs[0] for node in nodes if node.deferred)
         pending |= {n if nodes[n].deferred_gather is None else nodes[n].inputs[0] for n in inputs}
-    needed: set[int] = set()
+    return computed_from(nodes, pending)
+
+
+def computed_from(nodes: Sequence[Node], numbers: Iterable[int]) -> frozenset[int]:
+    """Returns these values and those from which they are computed, without the chain's inputs."""
+    needed, pending = set[int](), {*numbers}
     while pending:
         number = pending.pop()
         if number not in needed and nodes[number].inputs:
@@ -66,16 +71,32 @@ def needed_for_saved(
     return frozenset(needed)
 
 
+def run_again(blocks: Sequence[Block], number: int, remat: str, *, narrow: bool) -> frozenset[int]:
+    """Returns the values of one of these blocks, each a body of the remat policy, that are computed
+    once more if gradients are computed after another forward pass of all: those that its backward
+    pass reads and the policy saves, and what the gradients of later blocks read."""
+    block, later = (blocks[number],), tuple(blocks[number + 1 :])
+    nodes, ends = chain_with_ends(block, narrow)
+    members = members_read(later, narrow)
+    outputs = {ends.members.get(name, ends.output) for name in members if _changes(block, name)}
+    return needed_for_saved(block, remat, narrow=narrow) | computed_from(nodes, outputs)
+
+
+def _changes(block: tuple[Block, ...], member: str) -> bool:
+    """Returns True if the member is one of a block's; "" is the one of a stream of one array."""
+    return member in (entry_members(block) or [""])
+
+
 def collectives_of(nodes: Sequence[Node], numbers: Iterable[int]) -> tuple[Communication, ...]:
     """Returns the collectives of the forward pass in the nodes with these numbers."""
     collectives = (nodes[number].collective for number in numbers)
     return tuple(collective for collective in collectives if collective is not None)
 
 
-def gathered_for_weights(nodes: Sequence[Node], number: int) -> bool:
-    """Returns True for a gather that W repeats, and whose output none but its products reads."""
-    node = nodes[number]
-    if node.deferred_gather is None or not isinstance(node.collective, Gather):
-        return False
-    readers = (n for n in nodes if number in (*n.inputs, *n.input_reads, *n.leaf_reads))
-    return all(reader.deferred for reader in readers)
+def members_read(blocks: tuple[Block, ...], narrow: bool) -> list[str]:
+    """Returns the members of the stream from which a chain of blocks computes what its gradients
+    read, if nothing in it is saved; [""] for a stream of one array that is read."""
+    nodes = chain(blocks, narrow)
+    read = {number for node in nodes for number in (*node.input_reads, *node.leaf_reads)}
+    read |= {number for again in made_again(nodes, read, "full") for number in nodes[again].inputs}
+    return [name for number, name in enumerate(entry_members(blocks) or [""]) if number in read]

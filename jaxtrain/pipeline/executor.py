@@ -12,6 +12,7 @@ Runs inside `jax.shard_map`; every value is typed as varying over all of its mes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,17 @@ from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
 from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.pipeline.slots import SlotTables
-from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Trees, chunk_of
+from jaxtrain.pipeline.tick import (
+    Arrays,
+    At,
+    Carry,
+    OnDevice,
+    Stream,
+    Tables,
+    Tick,
+    Trees,
+    chunk_of,
+)
 
 
 class Sums(NamedTuple):
@@ -74,14 +85,14 @@ class Executor(Tables):
             value = self.fill if jnp.issubdtype(leaf.dtype, jnp.inexact) else 0
             return typed(jnp.full((count, *leaf.shape), value, leaf.dtype))
 
-        inputs = room(self.buffers.inputs, x)
+        inputs = jax.tree.map(partial(room, self.buffers.inputs), x)
         total = typed(jnp.zeros(2 + len(self.sum_names), jnp.float32))
-        zero = typed(jnp.zeros(x.shape, x.dtype))
+        zero = jax.tree.map(lambda leaf: typed(jnp.zeros(leaf.shape, leaf.dtype)), x)
         empty = Carry(total, inputs, (), [], [], {}, {}, zero, typed(jnp.zeros((), jnp.float32)))
         if not self.training:
             return empty, Trees(None, None)
 
-        def every(chunk: Arrays, x: jax.Array) -> tuple[PyTree, PyTree, Arrays]:
+        def every(chunk: Arrays, x: Stream) -> tuple[PyTree, PyTree, Arrays]:
             y, saved = stage.forward_with_residuals(chunk, x, At(0, 0))
             grads, _, stash = stage.backward(saved, chunk, y, At(0, 0))
             if self.buffers.stashes:
@@ -95,7 +106,7 @@ class Executor(Tables):
             return [room(count, leaf) for leaf in jax.tree.leaves(tree) if count]
 
         carry = empty._replace(
-            cotangents=room(self.buffers.cotangents, x),
+            cotangents=jax.tree.map(partial(room, self.buffers.cotangents), x),
             residuals=rooms(self.buffers.residuals, saved),
             stash=rooms(self.buffers.stashes, stash),
             blocks={k: typed(jnp.zeros(shapes[k], g.dtype)) for k, g in grads.items()},

@@ -19,8 +19,9 @@ from jaxtrain.losses.cross_entropy import LossSums, refuse_other_sums
 from jaxtrain.pipeline.slots import SlotTables, StageBuffers
 
 Arrays = dict[str, jax.Array]
-Stream = Float[Array, "tokens embed"]
-"""The residual stream of a microbatch, or its cotangent: this device's share."""
+Stream = PyTree[Float[Array, "tokens _"]]
+"""The residual stream of a microbatch, or its cotangent: this device's share. An array
+[tokens, embed], or a dict of several."""
 
 Tree = TypeVar("Tree")
 
@@ -71,13 +72,13 @@ class At(NamedTuple):
 
 class OnDevice(NamedTuple):
     """A device's arrays that ticks read. blocks: [V, layers of a position, ...], as `stage` takes
-    them. outside: gathered parameters outside the pipeline. x: shape and dtype of an activation.
+    them. outside: gathered parameters outside the pipeline. x: shapes and dtypes of the stream.
     scale: of the loss for its gradients."""
 
     stage: Stage
     blocks: Arrays
     outside: Arrays
-    x: jax.ShapeDtypeStruct
+    x: PyTree
     scale: jax.Array
 
 
@@ -86,13 +87,13 @@ class Carry(NamedTuple):
     residuals: leaves that F saves for B. stash: leaves that B saves for W."""
 
     total: jax.Array
-    inputs: jax.Array
+    inputs: Stream
     cotangents: Any
     residuals: list[jax.Array]
     stash: list[jax.Array]
     blocks: Arrays
     outside: Arrays
-    arriving: jax.Array
+    arriving: Stream
     """Value from the previous stage in the last tick. It is put among the inputs first: at the end
     of the tick, next to B's read of them, XLA would copy them all in every tick."""
     turn: jax.Array
@@ -185,11 +186,12 @@ class Tick:
             carry = self._weight_gradients(carry, row)
         return carry, None
 
-    def _forward(self, carry: Carry, row: SlotTables) -> tuple[Carry, jax.Array]:
+    def _forward(self, carry: Carry, row: SlotTables) -> tuple[Carry, Stream]:
         first = lax.axis_index(self.run.stage) == 0
         slot = self._own(row.forward_input)
         stage, outside = self.device.stage, self.device.outside
-        x = self._sometimes("enter", lambda m, _: stage.enter(outside, m), carry.inputs[0], row)
+        idle = jax.tree.map(lambda buffer: buffer[0], carry.inputs)
+        x = self._sometimes("enter", lambda m, _: stage.enter(outside, m), idle, row)
         entering = first & (row.enter >= 0)
         inputs = _put(carry.inputs, jnp.where(entering, slot, -1), x)
         carry = carry._replace(inputs=inputs)
@@ -203,11 +205,11 @@ class Tick:
             residuals=_put_all(carry.residuals, self._own(row.forward_residuals), saved)
         ), y
 
-    def _leave(self, carry: Carry, row: SlotTables, y: jax.Array) -> Carry:
+    def _leave(self, carry: Carry, row: SlotTables, y: Stream) -> Carry:
         """Runs the head and the loss of the microbatch that leaves the last stage, and its
         gradient."""
         last = lax.axis_index(self.run.stage) == lax.axis_size(self.run.stage) - 1
-        y = jnp.where(last & (row.leave >= 0), y, jnp.zeros((), y.dtype))
+        y = _where(last & (row.leave >= 0), y)
         stage, outside = self.device.stage, self.device.outside
         if not self.run.training:
             total = self._sometimes(
@@ -223,7 +225,7 @@ class Tick:
         def leave(m: Index, previous: tuple[jax.Array, Arrays, Stream]) -> PyTree:
             total, sums, _ = previous
 
-            def scaled(used: Arrays, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def scaled(used: Arrays, y: Stream) -> tuple[jax.Array, jax.Array]:
                 sums = stage.leave({**outside, **used}, y, m)
                 return sums.loss * self.device.scale, self.run.stack(sums)
 
@@ -240,7 +242,7 @@ class Tick:
             cotangents=_put(carry.cotangents, slot, dy),
         )
 
-    def _backward(self, carry: Carry, row: SlotTables) -> tuple[Carry, jax.Array]:
+    def _backward(self, carry: Carry, row: SlotTables) -> tuple[Carry, Stream]:
         work, y = self._at(row.backward), None
         x = _in_turn(carry, _take(carry.inputs, self._own(row.backward_input)))
         if not carry.residuals:
@@ -289,10 +291,10 @@ class Tick:
         }
         return carry.after_sending(grads, blocks={**carry.blocks, **sums})
 
-    def _backward_of_enter(self, carry: Carry, row: SlotTables, dx: jax.Array) -> Carry:
+    def _backward_of_enter(self, carry: Carry, row: SlotTables, dx: Stream) -> Carry:
         """Propagates the pipeline input's gradient into the embedding."""
         first = lax.axis_index(self.run.stage) == 0
-        dx = jnp.where(first & (row.exit >= 0), _in_turn(carry, dx), jnp.zeros((), dx.dtype))
+        dx = _where(first & (row.exit >= 0), _in_turn(carry, dx))
         names = [k for k in self.run.entering if k not in self.run.frozen]
         if not names:
             return carry
@@ -302,7 +304,7 @@ class Tick:
             # and a microbatch's number is the same constant as when it entered.
             m, dy = lax.optimization_barrier((m, dx))
 
-            def entered(used: Arrays) -> jax.Array:
+            def entered(used: Arrays) -> Stream:
                 return self.device.stage.enter({**self.device.outside, **used}, m)
 
             _, pull_back = jax.vjp(entered, {k: self.device.outside[k] for k in names})
@@ -329,7 +331,7 @@ class Tick:
                 return typed(m, value)
             return lax.cond(m >= 0, typed, lambda m, value: value, m, value)
 
-    def _permute(self, x: jax.Array, way: int) -> jax.Array:
+    def _permute(self, x: Stream, way: int) -> Stream:
         """Returns the value from the neighbour: the previous stage (way 1) or the next (-1)."""
         n = lax.axis_size(self.run.stage)
         pairs = [(i, (i + way) % n) for i in range(n)]
@@ -355,26 +357,38 @@ def chunk_of(blocks: Arrays, chunk: Index) -> Arrays:
     return {k: _take(leaf, chunk) for k, leaf in blocks.items()}
 
 
-def _take(buffer: jax.Array, slot: Index) -> jax.Array:
-    """buffer[slot]; an arbitrary value for slot -1."""
-    if len(buffer) == 1:
-        return buffer[0]
-    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), 0, keepdims=False)
+def _where(condition: jax.Array, tree: Tree) -> Tree:
+    """`tree`, zeros where the condition is false."""
+    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros((), x.dtype)), tree)
 
 
-def _put(buffer: jax.Array, slot: Index, value: jax.Array) -> jax.Array:
-    """Returns `buffer` with `value` at `slot`; unchanged for slot -1."""
-    updated = jnp.where(slot >= 0, value.astype(buffer.dtype), _take(buffer, slot))
-    return lax.dynamic_update_index_in_dim(buffer, updated, jnp.maximum(slot, 0), 0)
+def _take(buffers: Tree, slot: Index) -> Tree:
+    """buffer[slot] of each buffer; an arbitrary value for slot -1."""
+
+    def one(buffer: jax.Array) -> jax.Array:
+        if len(buffer) == 1:
+            return buffer[0]
+        return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), 0, keepdims=False)
+
+    return jax.tree.map(one, buffers)
+
+
+def _put(buffers: Tree, slot: Index, values: PyTree) -> Tree:
+    """Returns each buffer with its value at `slot`; unchanged for slot -1."""
+
+    def one(buffer: jax.Array, value: jax.Array) -> jax.Array:
+        updated = jnp.where(slot >= 0, value.astype(buffer.dtype), _take(buffer, slot))
+        return lax.dynamic_update_index_in_dim(buffer, updated, jnp.maximum(slot, 0), 0)
+
+    return jax.tree.map(one, buffers, values)
 
 
 def _take_all(buffers: list[jax.Array], slot: Index, tree: PyTreeDef | None) -> PyTree:
-    return jax.tree.unflatten(tree, [_take(buffer, slot) for buffer in buffers])
+    return jax.tree.unflatten(tree, _take(buffers, slot))
 
 
 def _put_all(buffers: list[jax.Array], slot: Index, tree: PyTree) -> list[jax.Array]:
-    leaves = jax.tree.leaves(tree)
-    return [_put(b, slot, leaf) for b, leaf in zip(buffers, leaves, strict=True)]
+    return _put(buffers, slot, jax.tree.leaves(tree))
 
 
 def _add(sums: Arrays, grads: Arrays) -> Arrays:

@@ -77,6 +77,18 @@ def why_not_predicted(assembly: Assembly) -> str | None:
     partly = entering & assembly.frozen and entering - assembly.frozen
     if assembly.pipeline is not None and assembly.described.prefix and partly:
         return "what a pipeline with frozen leaves before it sends there is not predicted"
+    trained, described = assembly.places.keys() - assembly.frozen, assembly.described
+    if described.stream and not described.all_members_have_gradients(trained):
+        return (
+            "some members of the stream have no gradient before the stack, and what is sent for "
+            "the others is not predicted"
+        )
+    loop = assembly.loop
+    if assembly.pipeline is None and (loop.unroll or loop.prefetch) and described.leaves_unread:
+        return (
+            "the last layer computes values of the stream that nothing reads, which a compiler "
+            "leaves out, and what is sent without them is not predicted"
+        )
     return None
 
 

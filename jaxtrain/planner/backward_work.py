@@ -18,7 +18,6 @@ from jaxtrain.operations.flows import Flow, gradient_flows, sent_back
 from jaxtrain.operations.node import Node, Tensors
 from jaxtrain.operations.recompute import (
     collectives_of,
-    gathered_for_weights,
     made_again,
     made_again_for_others,
 )
@@ -47,8 +46,7 @@ class BackwardWork(NamedTuple):
     """Backward work of one turn of the remat policy's body.
 
     gradients: collectives of the gradients of nodes' inputs; leaf_gradients: of their leaves.
-    again: collectives of the forward pass, repeated. products_again: likewise, those that give
-      products their inputs, which only the gradients of weights read if the products are saved.
+    again: collectives of the forward pass, repeated.
     read: names of the leaves that are read. recomputed: numbers in the chain of recomputed values.
     maxima: in 8 bits, for each product of how many gradients the maximum magnitudes are taken
       together. maxima_again: the same of recomputed inputs.
@@ -58,7 +56,6 @@ class BackwardWork(NamedTuple):
     gradients: tuple[Communication, ...] = ()
     leaf_gradients: tuple[Communication, ...] = ()
     again: tuple[Communication, ...] = ()
-    products_again: tuple[Communication, ...] = ()
     read: frozenset[str] = frozenset()
     recomputed: frozenset[int] = frozenset()
     maxima: tuple[Tensors, ...] = ()
@@ -83,16 +80,20 @@ def works(facts: StepFacts) -> dict[str, list[tuple[BackwardWork, int]]]:
     return by_path
 
 
-def stack_works(facts: StepFacts, turns: int, *, below: bool) -> list[tuple[BackwardWork, int]]:
+def stack_works(
+    facts: StepFacts, turns: int, *, below: bool, split: bool = False
+) -> list[tuple[BackwardWork, int]]:
     """Returns the work of a stack's turns, or of a chunk's, and how many are alike. Turns of a loop
-    are alike. Without a loop, or with one turn in it, the first turn may need less."""
+    are alike. Without a loop, or with one turn in it, the first turn may need less. split: as in
+    `body_work`."""
     loop, period = facts.loop, list(facts.model.stacked)
     if not below and not facts.trains(STACK):
         return [(BackwardWork(), turns)]
-    above = body_work(facts, period, below=True)
+    above = body_work(facts, period, below=True, split=split)
     if not loop.unroll and turns - loop.prefetch > 1:
         return [(above, turns)]
-    return [(body_work(facts, period, below=below), 1), (above, turns - 1)]
+    first = body_work(facts, period, below=below, split=split)
+    return [(first, 1), (above, turns - 1)]
 
 
 def fetched_again(
@@ -109,9 +110,11 @@ def fetched_again(
     return fetched
 
 
-def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> BackwardWork:
+def body_work(
+    facts: StepFacts, paths: Sequence[str], *, below: bool, split: bool = False
+) -> BackwardWork:
     """Returns the backward work of the blocks at these paths. below: the gradient of their input is
-    needed."""
+    needed. split: W computes the gradients of products' weights, of inputs that F has saved."""
     nodes = chain(tuple(facts.model.blocks[path] for path in paths), facts.narrow)
     sequence = facts.sequence
     flows = gradient_flows(
@@ -121,23 +124,22 @@ def body_work(facts: StepFacts, paths: Sequence[str], *, below: bool) -> Backwar
         traded=sequence is not None and sequence.group > 1,
     )
     sent = [sent_back(node, flow) for node, flow in zip(nodes, flows, strict=True)]
-    reads = [set[int]()]  # values that the gradients of each value read
+    reads: list[set[int]] = []  # values that the gradients of each value read
     maxima: list[Tensors] = []
     read: set[str] = set()
-    for node, flow in zip(nodes[1:], flows[1:], strict=True):
+    for node, flow in zip(nodes, flows, strict=True):
         input_reads = node.input_reads if flow.inputs else ()
-        reads.append({*input_reads, *(node.leaf_reads if flow.own else ())})
+        leaf_reads = node.leaf_reads if flow.own and not (split and node.deferred) else ()
+        reads.append({*input_reads, *leaf_reads})
         maxima += node.scales.gradients if flow else ()
         read |= _leaves_read(facts, paths[node.block], node, bool(flow.inputs))
     again = sorted(made_again(nodes, set().union(*reads), facts.loop.remat))
     for number in again:
         read |= _leaves(facts, paths[nodes[number].block], nodes[number])
-    products_again = [n for n in again if gathered_for_weights(nodes, n)]
     return BackwardWork(
         gradients=tuple(inputs for inputs, _ in sent if inputs is not None),
         leaf_gradients=tuple(leaves for _, leaves in sent if leaves is not None),
-        again=collectives_of(nodes, (n for n in again if n not in products_again)),
-        products_again=collectives_of(nodes, products_again),
+        again=collectives_of(nodes, again),
         read=frozenset(read),
         recomputed=frozenset(again),
         maxima=tuple(maxima),

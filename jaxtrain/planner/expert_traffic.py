@@ -70,5 +70,5 @@ def _rows(facts: StepFacts, exchange: ExpertExchange, why: str) -> list[Sent]:
     rows, kind = devices * sent_rows(tokens, exchange.per_token, *sizes), "all_to_all"
     if algorithm == "ragged":
         rows, kind, algorithm = min(rows, tokens * exchange.per_token), "ragged_all_to_all", "lax"
-    size = rows * facts.model.embed
+    size = rows * exchange.width
     return collective_traffic(facts, why, kind, algorithm, axes, facts.compute, size)

@@ -9,11 +9,13 @@ stage its input, and a scatter returns its output.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
+from dataclasses import replace
 
 from jaxtrain.mesh.roles import Roles
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
-from jaxtrain.operations.block import Block, chain, deferred_matrices, expand, matrices
-from jaxtrain.operations.recompute import needed_for_saved
+from jaxtrain.operations.block import Block, chain, deferred_matrices, matrices
+from jaxtrain.operations.recompute import members_read, needed_for_saved
+from jaxtrain.operations.recompute import run_again as run_block_again
 from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import body_work, fetched_again, stack_works
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
@@ -28,9 +30,6 @@ from jaxtrain.planner.weight_traffic import (
 )
 
 AGAIN = ", again for B"
-KEEPS_PRODUCTS = ("dots", "dots_and_attention")
-"""Policies that keep the outputs of a layer's products; then only the weights' gradients need their
-inputs again."""
 
 
 def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
@@ -65,24 +64,23 @@ def _stack_and_outside(facts: StepFacts) -> tuple[Leaves, Leaves]:
     return blocks, {k: leaf for k, leaf in facts.leaves.items() if k not in blocks}
 
 
-def _stage_sends(facts: StepFacts, p: PipelineFacts, why: str) -> list[Sent]:
-    """Returns what every stage but one, or with chunks every stage, sends to a neighbour."""
-    size = facts.tokens // ways(facts, facts.roles.stream) * facts.model.embed
-    all_gathers = collective_traffic(
-        facts, why, "all_gather", "lax", (p.axis,), facts.compute, size
-    )
-    return [
-        Sent(why, "collective-permute", gather.axes, gather.dtype, gather.buffer_bytes, 1)
-        for gather in all_gathers
-    ]
+def _stage_sends(facts: StepFacts, p: PipelineFacts, why: str) -> Iterator[Sent]:
+    """Yields what every stage but one, or with chunks every stage, sends to a neighbour."""
+    for gather in _between(facts, p, why, "all_gather", "lax"):
+        yield replace(gather, kind="collective-permute", count=1)
 
 
-def _between(facts: StepFacts, p: PipelineFacts, why: str, collective: str) -> list[Sent]:
-    """A stage's tokens, gathered from the shards of all stages or scattered to them."""
-    size = facts.tokens // ways(facts, facts.roles.stream) * facts.model.embed
-    return collective_traffic(
-        facts, why, collective, facts.algorithms.tensor, (p.axis,), facts.compute, size
-    )
+def _between(
+    facts: StepFacts, p: PipelineFacts, why: str, collective: str, algorithm: str = ""
+) -> Iterator[Sent]:
+    """Yields, for each member of the stream, a collective over stages of a device's tokens: those
+    of the shards of all stages gathered, or scattered to them."""
+    algorithm, split = algorithm or facts.algorithms.tensor, ways(facts, facts.roles.stream)
+    for member in facts.model.members.values():
+        if member.leaves or "output" not in why:
+            size = facts.tokens // split * member.width
+            args = (facts, why, collective, algorithm, (p.axis,), facts.compute, size)
+            yield from collective_traffic(*args)
 
 
 def _entering(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
@@ -99,15 +97,14 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     forward again, except for unneeded values of the last one."""
     wide, entry_blocks = facts.roles.outside_stack(), facts.model.prefix
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
-    entry = expand(facts.model.entry, 0, 1, narrow=facts.narrow)
-    if entry_blocks or any(node.input_reads or node.leaf_reads for node in entry):
-        yield from tokens.embedding_lookup(facts, wide, f"embedding{AGAIN}")
-    if entry_blocks:
-        *earlier, last = entry_blocks.values()
-        yield from tokens.forward(facts, wide, earlier, AGAIN)
-        yield from _rerun_to_saved(facts, wide, (last,))
-        rerun = [*entry_blocks] if _saved(facts, (last,), split=False) else [*entry_blocks][:-1]
-        yield from _maxima(facts, rerun)
+    read = members_read((facts.model.entry, *entry_blocks.values()), facts.narrow)
+    yield from tokens.embedding_lookup(facts, wide, f"embedding{AGAIN}", read)
+    for number, (path, block) in enumerate(entry_blocks.items()):
+        blocks = [*entry_blocks.values()]
+        again = run_block_again(blocks, number, facts.loop.remat, narrow=facts.narrow)
+        nodes = chain((block,), facts.narrow)
+        yield from tokens.forward_to(facts, wide, nodes, sorted(again), AGAIN)
+        yield from _maxima(facts, [path] if again else [])
     yield from _outside_backward(facts, wide, entry_blocks)
     yield from tokens.embedding_lookup_backward(facts, wide)
 
@@ -159,10 +156,8 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
         why = "weights of a layer, again for B"
         yield from _weight_gathers(facts, p, why, full)
         yield from _weight_gathers(facts, p, why, part, _read_again(facts, p))
-    again = not p.weight or facts.loop.remat not in KEEPS_PRODUCTS
-    turn_works = stack_works(facts, p.depth, below=below)
+    turn_works = stack_works(facts, p.depth, below=below, split=p.weight > 0)
     for work, turns in turn_works:
-        work = work if again else work._replace(products_again=())
         yield from times(tokens.backward(facts, roles, work), turns)
     for read, count in fetched_again(facts, turn_works):
         yield from _weight_gathers(facts, p, "weights of a layer, backward", count, read)

@@ -58,7 +58,7 @@ def pipeline_flops(facts: StepFacts, p: PipelineFacts, flops: FlopFacts) -> Pipe
     rerun = 0.0 if p.keeps_residuals else _rerun(facts, p, flops)
     recomputed = sum(
         turns * _remat_flops(flops, period, work.recomputed, split=p.weight > 0)
-        for work, turns in stack_works(facts, p.depth, below=True)
+        for work, turns in stack_works(facts, p.depth, below=True, split=p.weight > 0)
     )
     late = _left_to_weight(facts, flops) if p.weight else 0.0
     gradients = 2 * turn - late

@@ -9,7 +9,7 @@ and scattered after a row-split one, twice a block, and the other way round in t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from jaxtrain.mesh.roles import Roles
 from jaxtrain.operations.block import Block, chain
@@ -63,18 +63,25 @@ def maxima(facts: StepFacts, why: str, roles: Roles, tensors: Iterable[Tensors])
         yield from collective_traffic(facts, why, "all_reduce", "lax", over, "float32", size)
 
 
-def embedding_lookup(facts: StepFacts, roles: Roles, why: str = "embedding") -> Iterator[Sent]:
-    """Yields the token scatters of tables that are split over the vocabulary."""
-    lookups = [Scatter(facts.model.embed)] * len(facts.model.lookups)
+def embedding_lookup(
+    facts: StepFacts, roles: Roles, why: str = "embedding", members: Container[str] | None = None
+) -> Iterator[Sent]:
+    """Yields the token scatters of tables that are split over the vocabulary. members: of the
+    stream, None for all."""
+    lookups = [
+        Scatter(member.width)
+        for name, member in facts.model.members.items()
+        for _ in (member.lookups if members is None or name in members else ())
+    ]
     yield from token_collectives(facts, why, roles, lookups)
 
 
 def embedding_lookup_backward(facts: StepFacts, roles: Roles) -> Iterator[Sent]:
-    """Yields the gather for the trained tables' gradients: one, as the look-ups are summed."""
-    if facts.trains(*facts.model.lookups):
-        yield from token_collectives(
-            facts, "embedding, backward", roles, [Gather(facts.model.embed)]
-        )
+    """Yields the gather for the trained tables' gradients: one for each member of the stream, as
+    its look-ups are summed."""
+    trained = [m for m in facts.model.members.values() if facts.trains(*m.lookups)]
+    gathers = [Gather(member.width) for member in trained]
+    yield from token_collectives(facts, "embedding, backward", roles, gathers)
 
 
 def forward(
@@ -121,7 +128,7 @@ def backward(facts: StepFacts, roles: Roles, work: BackwardWork) -> Iterator[Sen
     yield from maxima(facts, "greatest inputs, again", roles, work.maxima_again)
     yield from head_sums(facts, "squares over heads, backward", roles, sums)
     yield from context.backward(facts, roles, work.gradients)
-    yield from _forward(facts, roles, (*work.products_again, *work.again), ", again")
+    yield from _forward(facts, roles, work.again, ", again")
     for mixture in work.mixtures:
         yield from experts.backward(facts, mixture)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from operator import floordiv
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 
 from jaxtrain.data import BigramChain, TextData
 from jaxtrain.data.synthetic import NO_TEXT
@@ -19,6 +18,7 @@ from jaxtrain.files.cache import cache_directory
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, ways
+from jaxtrain.models.stage import stream_share
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.overhead import published_in_flight
 from jaxtrain.pipeline.schedule import make_schedule
@@ -34,7 +34,6 @@ from jaxtrain.session.tasks import absent_tasks
 from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.losses import trace_loss
-from jaxtrain.step.pipeline import activation_share
 from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, TokenizerFile
 from jaxtrain.validation.experiment import format_violations
 from jaxtrain.weights.start import settled_start
@@ -113,7 +112,8 @@ class CheckReport(PrintedReport):
         tokens, splits = self.assembly.abstract_batch()[field], self.assembly.batch_splits
         parts = (ways(axes, self.assembly.sizes) for axes in splits[field])
         _, rows, seq = map(floordiv, tokens.shape, parts)
-        local_shape = activation_share(self.assembly, rows, seq)
+        share = rows * seq // ways(self.assembly.roles.stream, self.assembly.sizes)
+        stream = stream_share(self.assembly.described, share, e.precision.compute)
         published = published_in_flight(schedule)
         return {
             "schedule": schedule.kind,
@@ -125,7 +125,7 @@ class CheckReport(PrintedReport):
             "bubble": bubble(schedule),
             "buffers": slots(schedule, keep_residuals=e.execution.pipeline.keeps_residuals),
             "published_in_flight": None if published is None else published[1],
-            "activation_bytes": math.prod(local_shape) * jnp.dtype(e.precision.compute).itemsize,
+            "activation_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stream)),
             "layers": layout.layers,
             "slots": layout.layers + layout.padding,
         }

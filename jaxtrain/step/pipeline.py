@@ -14,7 +14,7 @@ from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.axes import STAGE
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.models.description import STACK
-from jaxtrain.models.stage import ModelStage
+from jaxtrain.models.stage import ModelStage, stream_share
 from jaxtrain.nn.explicit import Explicit
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import make_schedule
@@ -68,7 +68,7 @@ def on_device(
             inner, blocks = comm.pregathered(), comm.fetch_once(blocks)
     reduce_microbatch = (lambda g: g) if reduction is None else reduction.reduce_microbatch
     # From this batch's rows: their number changes in a batch ramp.
-    shape = activation_share(assembly, *batch[assembly.described.tokens].shape[1:])
+    tokens = batch[assembly.described.tokens][0].size // ways(comm.roles.stream, assembly.sizes)
     layout = assembly.on_stages.layout
     stage = ModelStage(
         static=assembly.split.static,
@@ -87,7 +87,7 @@ def on_device(
         stage=stage,
         blocks={k.removeprefix(STACK): layout.by_chunk(p) for k, p in blocks.items()},
         outside=wide.fetch_once(outside),
-        x=jax.ShapeDtypeStruct(shape, comm.compute_dtype),
+        x=stream_share(assembly.described, tokens, comm.compute_dtype),
         scale=scale,
     )
 
@@ -144,9 +144,3 @@ def _stack_and_outside(params: Arrays) -> tuple[Arrays, Arrays]:
     """Divides parameters into those of the pipeline and those outside it."""
     blocks = {k: p for k, p in params.items() if k.startswith(STACK)}
     return blocks, {k: p for k, p in params.items() if k not in blocks}
-
-
-def activation_share(assembly: Assembly, rows: int, seq: int) -> tuple[int, int]:
-    """Shape of a device's share of the residual stream. Its part of a microbatch is [rows, seq]
-    tokens."""
-    return rows * seq // ways(assembly.roles.stream, assembly.sizes), assembly.described.embed

@@ -39,6 +39,7 @@ from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.nn.norm import Norm
 from jaxtrain.nn.param import normal
 from jaxtrain.nn.stack import LayerLoop
+from jaxtrain.operations.elementwise import Bias
 from jaxtrain.operations.head import Head
 from jaxtrain.remedies import resized, settled
 from jaxtrain.telemetry.flops import ModelFlops
@@ -98,7 +99,7 @@ class DecoderConfig(DecoderFields):
             prefix=prefix,
             suffix=suffix,
             tables=("embedding", *positions, *(() if self.tied else ("head",))),
-            entering=positions,
+            entry=tuple(Bias((name,)) for name in positions),
             fields={name: ("seq",) for name in ("tokens", "targets", "weights")},
             positions=self.learned_positions,
             switches=tuple(sorted({rope.switch for rope, _ in self.ropes if rope.switch})),

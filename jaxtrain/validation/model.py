@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from jaxtrain.experiment import Experiment
@@ -12,16 +12,17 @@ from jaxtrain.models.description import (
     ADAPTER_A,
     ADAPTER_B,
     STACK,
+    Member,
     ModelDescription,
     named_by,
 )
 from jaxtrain.models.layered import ModelConfig, description_of
 from jaxtrain.models.routers import BIAS, every_router
 from jaxtrain.nn.module import ModuleSplit
-from jaxtrain.operations.block import leaf_names, matrices
-from jaxtrain.operations.check import wrong_nodes
+from jaxtrain.operations.block import chain_with_ends, entry_members, leaf_names, matrices
+from jaxtrain.operations.check import wrong_members, wrong_nodes
 from jaxtrain.remedies import under
-from jaxtrain.violations import did_you_mean
+from jaxtrain.violations import count, did_you_mean, flag
 
 
 def model_violations(experiment: Experiment) -> list[str]:
@@ -82,19 +83,63 @@ def _no_description(described: Any) -> str:
     """Returns the reason why a value is not a valid description; "" if it is."""
     if not isinstance(described, ModelDescription):
         return f"it returns {described!r}; return a jaxtrain.models.ModelDescription"
-    blocks = described.blocks.items()
-    for path, block in blocks:
+    if reason := _wrong_stream(described):
+        return reason
+    blocks = {**described.blocks, "entry": described.entry}
+    for path, block in blocks.items():
         if not isinstance(block, tuple):
             return f"the block at {path} is {block!r}; a block is a tuple of operations: (.., ..)"
         for operation in block:
             if reason := wrong_nodes(operation):
                 return f"the block at {path}: {reason}"
+        if reason := wrong_members(block, described.stream):
+            return f"the block at {path}: {reason}"
+    if reason := _unread_lookups(described):
+        return reason
     first = next(iter(described.fields.values()), None)
     if first != ("seq",):
         return (
             f"fields={dict(described.fields)}; name the fields of a batch with the logical axes of "
             'a row, first the one that has an element for each token, such as {"tokens": ("seq",)}'
         )
+    return ""
+
+
+def _wrong_stream(described: ModelDescription) -> str:
+    """Returns the reason why the members of the stream are none; "" if they are."""
+    stream = described.stream
+    if not isinstance(stream, Mapping):
+        return f"stream={stream!r}; give a dict of a jaxtrain.models.Member for each name"
+    for name, member in stream.items():
+        if not isinstance(name, str) or not name or not isinstance(member, Member):
+            return f"stream has {name!r}: {member!r}; give a jaxtrain.models.Member for each name"
+        tables = member.lookups
+        if not isinstance(tables, tuple) or not all(isinstance(table, str) for table in tables):
+            return f"stream[{name!r}].lookups={tables!r}; give a tuple of names of tables"
+        if violations := count("width", member.width, 1) + flag("leaves", member.leaves):
+            return f"stream[{name!r}]: {violations[0]}"
+    lookups = tuple(table for member in stream.values() for table in member.lookups)
+    if stream and {*lookups} != {*described.lookups}:
+        return (
+            f"lookups={described.lookups}, and the members of its stream look up {lookups}; name "
+            "the same tables in both"
+        )
+    if stream and described.embed not in [m.width for m in stream.values() if m.leaves]:
+        return (
+            f"embed={described.embed} is the width of no member of the stream that leaves the "
+            "stack, and the head reads one; say leaves=True, or another embed"
+        )
+    return ""
+
+
+def _unread_lookups(described: ModelDescription) -> str:
+    """Returns the reason why the tables of a member are looked up in vain; "" if none are."""
+    stack = (described.entry, *described.prefix.values(), *described.period)
+    (nodes, ends), names = chain_with_ends(stack), entry_members(stack)
+    read = {number for node in nodes for number in node.inputs} | {*ends.members.values()}
+    for number, name in enumerate(names):
+        if described.stream[name].lookups and number not in read:
+            return f"the tables of {name!r} are looked up, and an Update replaces what they gave"
     return ""
 
 
@@ -111,7 +156,8 @@ def untrue(model: Any, split: ModuleSplit, buffers: Set[str]) -> list[str]:
         for weight in matrices(block)
     }
     head, embed = described.head, described.embed
-    described_shapes |= {name: (None, embed) for name in described.lookups}
+    for member in described.members.values():
+        described_shapes |= {name: (None, member.width) for name in member.lookups}
     described_shapes[head.leaf] = (head.padded, embed)
     violations = []
     for name, size in described_shapes.items():
@@ -126,7 +172,7 @@ def untrue(model: Any, split: ModuleSplit, buffers: Set[str]) -> list[str]:
                 f"{prefix} {name} is {described_shape}, and the module has {list(shape)}: say that"
             )
     of_blocks = [path + leaf for path, b in described.blocks.items() for leaf in leaf_names(b)]
-    names = (*described.tables, *described.entering, *of_blocks, *leaf_names(described.entry))
+    names = (*described.tables, *of_blocks, *leaf_names(described.entry))
     violations += [
         f"{prefix} {name} names no parameter of the module{did_you_mean(name, params)}"
         for name in dict.fromkeys(names)

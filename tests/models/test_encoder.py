@@ -286,7 +286,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "another head": ({"head": replace(HEAD, leaf="word")}, "word is no parameter.*mean 'words'"),
     "another width": ({"embed": 32}, r"words is \[64, 32\], and the module has \[64, 64\]"),
     "more rows": ({"head": replace(HEAD, vocab=99)}, "vocab=99 of a table of padded=64"),
-    "a name of nothing": ({"entering": ("place",)}, "place names no parameter.*mean 'places'"),
+    "a name of nothing": ({"entry": (of.Bias(("place",)),)}, "place names no.*mean 'places'"),
     "no fields": ({"fields": {}}, r"fields=\{\}; name the fields of a batch"),
     "no operation": ({"period": (("up",),)}, "'up' is no jaxtrain.operations.Operation"),
     "no tuple": ({"period": (BARE,)}, "the block at period.0. is Residual.*a tuple of operations"),
@@ -303,7 +303,7 @@ def test_what_a_description_says_wrongly_is_refused(name: str) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "what enter reads": (
-        {"entering": ("norm.",)},
+        {"entry": (of.Elementwise(("norm.",)),)},
         r"enter\(\) reads places, which",
     ),
     "sums": ({"sums": ("right",)}, r"sums=\('right',\), and the loss returned \('accuracy',\)"),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from jaxtrain import operations as of
-from jaxtrain.operations.block import chain, matrices, operations
+from jaxtrain.operations.block import chain, entry_members, matrices, operations
 from jaxtrain.operations.check import wrong_nodes
+from jaxtrain.operations.recompute import members_read
 
 EMBED = 8
 
@@ -104,6 +105,40 @@ def test_sums_and_joins_are_of_all_their_ends() -> None:
     assert chain(((of.Branches(((norm,), (), (norm, norm))),),))[-1].inputs == (1, 0, 3)
 
 
+def test_members_of_a_stream_are_read_as_the_updates_before_have_left_them() -> None:
+    """Entries are in the order of names: 0 is m, 1 is x."""
+    norm = PARTS["norm"]
+    both = of.Branches(((), (of.Read("m"), norm)))
+    block: of.Block = (
+        of.Update("x", (of.Residual((both,)),)),  # 2: m, normed; 3: both; 4: the sum
+        of.Update("m", (norm,)),  # 5
+        of.Update("x", (of.Read("m"),)),  # x is m then
+    )
+    nodes = chain((block, block))
+    inputs = [(), (), (0,), (1, 2), (1, 3), (0,), (5,), (5, 6), (5, 7), (5,)]
+    assert [node.inputs for node in nodes] == inputs
+    assert [node.block for node in nodes] == [0] * 6 + [1] * 4
+    assert entry_members((block,)) == ["m", "x"] and entry_members((ALL,)) == []
+    assert [*operations(block)] == [norm, norm]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "read"),
+    [
+        (((of.Update("x", (PARTS["norm"],)),),), ["x"]),
+        (((of.Update("x", (PARTS["bias"],)), of.Update("m", (PARTS["norm"],))),), ["m"]),
+        (((of.Update("x", (PARTS["bias"],)),), (of.Update("x", (PARTS["norm"],)),)), ["x"]),
+        (((of.Update("x", (of.Read("m"), PARTS["bias"], PARTS["norm"])),),), ["m"]),
+        (((PARTS["bias"],),), []),
+        (((PARTS["bias"], PARTS["norm"]),), [""]),
+        (((PARTS["norm"], PARTS["bias"]),), [""]),
+        (((),), []),
+    ],
+)
+def test_members_that_gradients_read(blocks: tuple[of.Block, ...], read: list[str]) -> None:
+    assert members_read(blocks, narrow=False) == read
+
+
 def test_a_mixture_reads_its_own_tokens_beside_other_branches() -> None:
     """The router and the experts read what the mixture gathered, not a value of another branch."""
     nodes = chain(((of.Branches(((PARTS["column"],), (PARTS["experts"],))),),))
@@ -165,7 +200,7 @@ class Empty(Own):
         return []
 
 
-ROWS = of.ExpertExchange(4, 2, None, None, False, "router", ("up", "wide"), ())
+ROWS = of.ExpertExchange(4, EMBED, 2, None, None, False, "router", ("up", "wide"), ())
 NONSENSE: dict[str, tuple[Any, str]] = {
     "no operation": ("column", "'column'.* is no jaxtrain.operations.Operation"),
     "a list": (Own([]), "unhashable type: 'list'.* frozen dataclass"),  # type: ignore[arg-type]

@@ -6,12 +6,15 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from programs import lowered
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain import operations as of
 from jaxtrain.attention.kernels import Reference
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
@@ -23,6 +26,7 @@ from jaxtrain.operations.node import Node
 from jaxtrain.pipeline.analysis import bubble
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.pipeline.overhead import executed_over_useful
+from jaxtrain.planner.backward_work import body_work
 from jaxtrain.planner.overhead import flop_facts, overhead
 from jaxtrain.program.collectives import dot_flops
 from jaxtrain.program.text import program_text
@@ -215,3 +219,30 @@ def test_check_notes_a_table_that_does_not_pay(small):
     assembly = assembled(small, TWO, ZERO_BUBBLE, 4)
     notes = jaxtrain.check(assembly.experiment, assembly.spec).notes
     assert any(note.startswith("pipeline: zero bubble does not pay") for note in notes)
+
+
+def test_b_computes_again_what_it_reads_itself_and_not_what_w_does() -> None:
+    """W has the inputs of the products that it computes gradients of. Of a replicated product B
+    computes them."""
+    up, down, mix = (of.Weight(name, 8, 8) for name in ("up", "down", "mix"))
+    split = (of.ColumnParallel((up,)), of.RowParallel(down))
+
+    def again(block: of.Block, *, split: bool) -> tuple[Any, ...]:
+        leaves = {f"b.{k}": SimpleNamespace(trained=True) for k in ("up", "down", "mix")}
+        facts: Any = SimpleNamespace(
+            model=SimpleNamespace(blocks={"b.": block}),
+            narrow=False,
+            sequence=None,
+            leaves=leaves,
+            loop=SimpleNamespace(remat="full"),
+            trains=lambda *names: bool({*names} & leaves.keys()),
+            named=lambda *names: {*names} & leaves.keys(),
+        )
+        return body_work(facts, ["b."], below=True, split=split).again
+
+    gather, scatter = of.Gather(8), of.Scatter(8)
+    assert again(split, split=False) == (gather,) and again(split, split=True) == ()
+    mixed = (*split, of.ReplicatedProduct((mix,)))
+    assert again(mixed, split=False) == again(mixed, split=True) == (gather, scatter)
+    twice = (*split, *split)
+    assert again(twice, split=False) == (gather, scatter, gather) and again(twice, split=True) == ()
