@@ -15,6 +15,7 @@ from jaxtrain.data.token_file import TokenStore
 from jaxtrain.files.cache import mark_used
 from jaxtrain.files.cache_entries import DAY_S
 from jaxtrain.tokenizers import Vocabulary
+from jaxtrain.tokenizers.protocol import document_start
 
 
 class TokenRows(ABC):
@@ -56,8 +57,7 @@ class TokenRows(ABC):
 
     def encode(self, text: str) -> list[int]:
         """A text's ids as a document begins."""
-        bos = self.vocabulary.bos
-        return [*([] if bos is None else [bos]), *self.vocabulary.encode(text)]
+        return document_start(self.vocabulary, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.vocabulary.decode(ids)

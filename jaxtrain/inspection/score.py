@@ -31,6 +31,7 @@ from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.train_step import make_evaluation_step
 from jaxtrain.tokenizers.assistant_turns import Messages
 from jaxtrain.tokenizers.chat import ChatEncoder, Conversation, checked_messages
+from jaxtrain.tokenizers.protocol import document_start
 from jaxtrain.violations import raise_violations
 
 
@@ -109,8 +110,7 @@ def _ids(number: int, text: Any, vocabulary: Any, chat: ChatEncoder | None) -> l
         except ValueError as error:
             raise ValueError(f"text {number}: {error}") from error
     if isinstance(text, str):
-        first = [] if vocabulary.bos is None else [vocabulary.bos]
-        return [*first, *map(int, vocabulary.encode(text))]
+        return document_start(vocabulary, text)
     ids = np.asarray(text)
     if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
         raise ValueError(

@@ -26,9 +26,9 @@ from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.explicit import Explicit, gather_tokens, scatter_tokens
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.split import SplitLayers
-from jaxtrain.nn.stack import Body, LayerLoop, Layers
+from jaxtrain.nn.stack import Body, LayerLoop, Layers, Stream
 from jaxtrain.pipeline.layout import StageLayout, layers_of_stage, where_real
-from jaxtrain.pipeline.tick import At, Stream
+from jaxtrain.pipeline.tick import At
 
 Arrays = dict[str, Any]
 
@@ -203,9 +203,9 @@ def stream_share(described: ModelDescription, tokens: int, dtype: DTypeLike) -> 
 def _refuse_other_stream(described: ModelDescription, dtype: DTypeLike, x: object) -> None:
     """Raises ValueError for a stream of other members than those of the description."""
     arrays = x if isinstance(x, dict) and described.stream else {"": x}
-    returned = {k: getattr(v, "shape", ())[-1:] or type(v).__name__ for k, v in arrays.items()}
-    if returned != {name: (member.width,) for name, member in described.members.items()}:
-        widths = {name: member.width for name, member in described.members.items()}
+    returned = {k: getattr(v, "shape", ())[-1:] for k, v in arrays.items()}
+    widths = {name: member.width for name, member in described.members.items()}
+    if returned != {name: (width,) for name, width in widths.items()}:
         raise ValueError(
             f"model.describe(): the stream is of width {widths if described.stream else widths['']}"
             f", and enter() returns {jax.tree.map(jnp.shape, x)}; say that, or return what it says"

@@ -71,7 +71,9 @@ def computed_from(nodes: Sequence[Node], numbers: Iterable[int]) -> frozenset[in
     return frozenset(needed)
 
 
-def run_again(blocks: Sequence[Block], number: int, remat: str, *, narrow: bool) -> frozenset[int]:
+def block_again(
+    blocks: Sequence[Block], number: int, remat: str, *, narrow: bool
+) -> frozenset[int]:
     """Returns the values of one of these blocks, each a body of the remat policy, that are computed
     once more if gradients are computed after another forward pass of all: those that its backward
     pass reads and the policy saves, and what the gradients of later blocks read."""

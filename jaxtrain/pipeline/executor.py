@@ -24,18 +24,9 @@ from jaxtyping import PyTree
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
 from jaxtrain.losses.cross_entropy import LossSums
+from jaxtrain.nn.stack import Stream
 from jaxtrain.pipeline.slots import SlotTables
-from jaxtrain.pipeline.tick import (
-    Arrays,
-    At,
-    Carry,
-    OnDevice,
-    Stream,
-    Tables,
-    Tick,
-    Trees,
-    chunk_of,
-)
+from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Trees, chunk_of
 
 
 class Sums(NamedTuple):

@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import PyTreeDef
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.losses.cross_entropy import LossSums, refuse_other_sums
+from jaxtrain.nn.stack import Stream
 from jaxtrain.pipeline.slots import SlotTables, StageBuffers
 
 Arrays = dict[str, jax.Array]
-Stream = PyTree[Float[Array, "tokens _"]]
-"""The residual stream of a microbatch, or its cotangent: this device's share. An array
-[tokens, embed], or a dict of several."""
 
 Tree = TypeVar("Tree")
 

@@ -14,8 +14,7 @@ from dataclasses import replace
 from jaxtrain.mesh.roles import Roles
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
 from jaxtrain.operations.block import Block, chain, deferred_matrices, matrices
-from jaxtrain.operations.recompute import members_read, needed_for_saved
-from jaxtrain.operations.recompute import run_again as run_block_again
+from jaxtrain.operations.recompute import block_again, members_read, needed_for_saved
 from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import body_work, fetched_again, stack_works
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
@@ -96,12 +95,12 @@ def _exiting(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Yields the collectives of the gradients that leave the first stage. Blocks before it run
     forward again, except for unneeded values of the last one."""
     wide, entry_blocks = facts.roles.outside_stack(), facts.model.prefix
+    blocks = [*entry_blocks.values()]
     yield from _between(facts, p, "pipeline input gradients", "reduce_scatter")
-    read = members_read((facts.model.entry, *entry_blocks.values()), facts.narrow)
+    read = members_read((facts.model.entry, *blocks), facts.narrow)
     yield from tokens.embedding_lookup(facts, wide, f"embedding{AGAIN}", read)
     for number, (path, block) in enumerate(entry_blocks.items()):
-        blocks = [*entry_blocks.values()]
-        again = run_block_again(blocks, number, facts.loop.remat, narrow=facts.narrow)
+        again = block_again(blocks, number, facts.loop.remat, narrow=facts.narrow)
         nodes = chain((block,), facts.narrow)
         yield from tokens.forward_to(facts, wide, nodes, sorted(again), AGAIN)
         yield from _maxima(facts, [path] if again else [])
@@ -151,8 +150,9 @@ def _backward(facts: StepFacts, p: PipelineFacts, *, below: bool) -> Iterator[Se
         full, part = run_again(facts, p)
         yield from tokens.forward(facts, roles, period * full, AGAIN)
         if part:
-            split = p.weight > 0
-            yield from _rerun_to_saved(facts, roles, period, split=split)
+            nodes = chain(period, facts.narrow)
+            saved = _saved(facts, period, split=p.weight > 0)
+            yield from tokens.forward_to(facts, roles, nodes, saved, AGAIN)
         why = "weights of a layer, again for B"
         yield from _weight_gathers(facts, p, why, full)
         yield from _weight_gathers(facts, p, why, part, _read_again(facts, p))
@@ -186,18 +186,6 @@ def _read_again(facts: StepFacts, p: PipelineFacts) -> Set[str] | None:
     read = {paths[n.block] + leaf + end for n in needed for leaf in n.leaves for end in ends}
     beginnings = tuple(name for name in read if name.endswith("."))
     return {k for k in facts.leaves if k in read or k.startswith(beginnings)}
-
-
-def _rerun_to_saved(
-    facts: StepFacts,
-    roles: Roles,
-    blocks: tuple[Block, ...],
-    *,
-    split: bool = False,
-) -> Iterator[Sent]:
-    """Yields the collectives of blocks forward again, up to what their backward pass keeps."""
-    nodes = chain(blocks, facts.narrow)
-    yield from tokens.forward_to(facts, roles, nodes, _saved(facts, blocks, split=split), AGAIN)
 
 
 def _saved(facts: StepFacts, blocks: tuple[Block, ...], *, split: bool) -> frozenset[int]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from jaxtrain.operations.block import Block, chain
 from jaxtrain.operations.collectives import HeadExchange
 from jaxtrain.operations.node import Node
-from jaxtrain.operations.recompute import needed_for_saved
+from jaxtrain.operations.recompute import block_again, needed_for_saved
 from jaxtrain.planner.backward_work import body_work, stack_works
 from jaxtrain.planner.facts import FlopFacts, PipelineFacts, StepFacts
 from jaxtrain.planner.pipeline_traffic import run_again
@@ -147,10 +147,11 @@ def _outside(facts: StepFacts, flops: FlopFacts) -> tuple[float, float, float]:
         for path, block in blocks.items():
             needed += 3 * _all(flops, block)
             remat += _remat_flops(flops, (block,), body_work(facts, [path], below=True).recomputed)
-    if facts.model.prefix:
-        *earlier, last = facts.model.prefix.values()
-        again += sum(_all(flops, block) for block in earlier)
-        again += _needed(flops, (last,), facts.loop.remat)
+    entry_blocks = [*facts.model.prefix.values()]
+    for number, block in enumerate(entry_blocks):
+        nodes = chain((block,), flops.narrow)
+        rerun = block_again(entry_blocks, number, facts.loop.remat, narrow=flops.narrow)
+        again += _sum(flops, (nodes[n] for n in rerun))
     microbatches = facts.microbatches
     return microbatches * needed, microbatches * again, microbatches * remat
 

@@ -35,6 +35,7 @@ from jaxtrain.step.assembly import Assembly, try_assemble
 from jaxtrain.step.batches import fields_of
 from jaxtrain.step.losses import trace_loss
 from jaxtrain.tokenizers import BpeTokenizer, ByteTokenizer, TokenizerFile
+from jaxtrain.tokenizers.protocol import document_start
 from jaxtrain.validation.experiment import format_violations
 from jaxtrain.weights.start import settled_start
 
@@ -296,8 +297,7 @@ def _wrong_sample(experiment: Experiment) -> list[str]:
         vocabulary = tokenizer.build(lambda: iter(()), corpus="", cache_dir=Path())
     except ValueError as error:
         return [f"data: {error}"]
-    first = [] if vocabulary.bos is None else [vocabulary.bos]
-    encode = lambda text: [*first, *vocabulary.encode(text)]  # noqa: E731
+    encode = partial(document_start, vocabulary)
     return sample_violations(experiment, encode, lambda: vocabulary)
 
 

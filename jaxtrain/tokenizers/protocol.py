@@ -73,3 +73,9 @@ class Tokenizer(Protocol):
     ) -> Vocabulary:
         """`texts()` is the train split, read only if needed; `corpus` is its fingerprint."""
         ...
+
+
+def document_start(vocabulary: Vocabulary, text: str) -> list[int]:
+    """Returns a text's ids as a document begins."""
+    first = [] if vocabulary.bos is None else [vocabulary.bos]
+    return [*first, *map(int, vocabulary.encode(text))]
