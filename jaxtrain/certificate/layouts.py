@@ -213,7 +213,7 @@ def layouts(
     narrow: bool = False,
 ) -> tuple[list[Layout], int]:
     """Returns the layouts of `quick` or `all`, and their closed count. Without `context` no layout
-    splits rows. narrow: products are in 8 bits, in schedules that do not split the backward pass.
+    splits rows. narrow: products are in 8 bits.
 
     quick: a pairwise covering array of meshes without stages, one of meshes with stages, and one of
       methods for split rows. The mesh axis `expert` is on meshes of models with `experts` only; for
@@ -251,9 +251,6 @@ def _pairwise(devices: int, experts: bool, context: bool, narrow: bool) -> tuple
     if devices > 1:
         staged = fitting(staged_meshes) or [m for m in every if m["stage"] > 1]
         arrays.append(_staged_options(staged))
-        if narrow:
-            names = arrays[-1]["pipeline"]
-            arrays[-1]["pipeline"] = [name for name in names if not _splits_backward(name)]
         # A steep activation has no derivative at zero: rows of experts are padded with zeros, and
         # products in 8 bits may be zero.
         if experts or narrow:
@@ -269,10 +266,6 @@ def _pairwise(devices: int, experts: bool, context: bool, narrow: bool) -> tuple
     extra = fitting(EXTRA) if experts else []
     every_layout = (*pairwise, *(_plain(mesh, "explicit") for mesh in extra))
     return tuple(_named(layout, narrow) for layout in every_layout)
-
-
-def _splits_backward(pipeline: str) -> bool:
-    return PIPELINES[pipeline].table(stages=2, microbatches=4).weight is not None
 
 
 def _named(layout: Layout, narrow: bool) -> Layout:

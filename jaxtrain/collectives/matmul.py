@@ -187,7 +187,7 @@ def scattered_products(
     chains = ring.chains(n)
     length = dict(chains)
     if product is None:
-        product = partial(_wide_product, wide=jnp.promote_types(xs[0].dtype, jnp.float32))
+        product = partial(wide_product, wide=jnp.promote_types(xs[0].dtype, jnp.float32))
 
     def own_product(
         xs: tuple[Shaped[Array, "_ _"], ...], number: Index
@@ -214,7 +214,7 @@ def scattered_products(
     return sum(arrived, start=own).astype(dtype)
 
 
-def _wide_product(x: jax.Array, w: jax.Array, wide: DTypeLike) -> jax.Array:
+def wide_product(x: jax.Array, w: jax.Array, wide: DTypeLike) -> jax.Array:
     """x @ w summed in `wide`. XLA:CPU multiplies 16-bit matrices in fp32 anyway, and of JAX 0.11's
     some such products do not run unless they are written so."""
     if x.dtype == wide:

@@ -74,7 +74,8 @@ class Line:
 @dataclass(frozen=True)
 class Handed:
     """Collectives of one key and size as they are handed to XLA.
-    lowered: how often they may run; XLA leaves out those whose result is not read.
+    lowered: how often they may run. XLA leaves out those whose result is not read, and of some
+      sizes all: the compiled program's `Line` tells whether one of them ran.
     """
 
     key: Key
@@ -84,7 +85,7 @@ class Handed:
 
     @property
     def kept(self) -> bool:
-        return 0 < self.predicted <= self.lowered
+        return self.predicted <= self.lowered
 
     def __str__(self) -> str:
         return (

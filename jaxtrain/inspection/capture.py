@@ -18,7 +18,7 @@ from jaxtrain.experiment.reading import Trust
 from jaxtrain.inspection.opened import mesh_spec, stored_model
 from jaxtrain.inspection.score import data_of_rows
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.session.rows import open_split
 from jaxtrain.step.layer_order import AtRest, params_in_natural_order
 from jaxtrain.step.mean_gradients import make_mean_gradients

@@ -3,7 +3,8 @@
 A matrix w [in, out] with an adapter is used as w + scale A B, which is formed only for export: x w
 + scale (x A) B keeps small changes to w that bf16 would round away, and needs no matrix of w's
 size. If w is split by column, x is gathered once for w and A; if by row, both products are parts of
-one sum. So the collectives are those without adapters.
+one sum. So the collectives are those without adapters. Where products are in 8 bits, A and B stay
+in the compute dtype and multiply what was rounded for w.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxtrain.models.description import ADAPTER_A as INTO
 from jaxtrain.models.description import ADAPTER_B as OUT_OF
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import layer_key
-from jaxtrain.nn.communicator import Communicator
+from jaxtrain.nn.communicator import Adapter, Communicator
 from jaxtrain.nn.param import named_key
 from jaxtrain.operations.block import adaptable
 
@@ -94,8 +95,8 @@ def row(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.Array:
     weight = getattr(module, name)[...]
     if not hasattr(module, name + INTO):
         return comm.row(x, weight)
-    z = comm.multiply(x, getattr(module, name + INTO)[...]) * module.lora_scale
-    return comm.row(x, weight, (z, getattr(module, name + OUT_OF)[...]))
+    a, b = getattr(module, name + INTO)[...], getattr(module, name + OUT_OF)[...]
+    return comm.row(x, weight, Adapter(a, b, module.lora_scale))
 
 
 def replicated(comm: Communicator, module: Any, name: str, x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class Buffers(NamedTuple):
-    """Full names. scales: of products in 8 bits (`nn.quantized.delayed`). tallies: counts of
+    """Full names. scales: of products in 8 bits (`quantization.delayed`). tallies: counts of
     routers (`moe.tally`). biases: of routers that balance loads by them (`moe.router`). replays:
     routing that is recorded and replayed (`moe.replay`)."""
 

@@ -23,7 +23,8 @@ from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.losses.objective import Objective
 from jaxtrain.mesh.sharding import PaddedAxis
 from jaxtrain.models.description import STACK, ModelDescription
-from jaxtrain.nn.communicator import Communicator, Local
+from jaxtrain.nn.communicator import Communicator
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import STACKED, put_together, take_apart
 from jaxtrain.nn.param import named_key, normal
 from jaxtrain.nn.remat import named_input, remat

@@ -1,4 +1,4 @@
-"""Leaves of delayed scales for the matrices of a block (`nn.quantized.delayed`)."""
+"""Leaves of delayed scales for the matrices of a block (`quantization.delayed`)."""
 
 from __future__ import annotations
 

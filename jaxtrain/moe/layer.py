@@ -33,7 +33,7 @@ from jaxtrain.moe.room import chunk_count, sent_rows
 from jaxtrain.moe.router import Balance, Capacity, Router, SoftmaxRouter
 from jaxtrain.moe.rows import combine, dispatch, plan_rows, weighed_sum
 from jaxtrain.moe.tally import watched_logits
-from jaxtrain.quantization.products import QuantizedWeight
+from jaxtrain.quantization.weights import QuantizedWeight
 
 Activation = Callable[[jax.Array], jax.Array]
 

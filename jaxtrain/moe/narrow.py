@@ -1,5 +1,5 @@
 """Products of experts in 8 bits: each expert's rows times its own matrix, as
-`nn.quantized.products` has them of a dense layer.
+`quantization.products` has them of a dense layer.
 
 An expert's rows, its matrix and the gradients of its products are tensors of their own, each with a
 scale: those of experts that few tokens choose, or whose weights have grown, round as they would
@@ -35,7 +35,7 @@ from jaxtrain.moe.grouped import (
 )
 from jaxtrain.quantization.delayed import entry, own_tables, quantized_by, scale_of
 from jaxtrain.quantization.formats import Format, Scaled, along, greatest_of_matrices
-from jaxtrain.quantization.products import QuantizedWeight, Ways, kept, scales_alike
+from jaxtrain.quantization.weights import QuantizedWeight, Ways, kept, scales_alike
 
 Weights = tuple[QuantizedWeight, ...]
 Matrices = Float[Array, "experts _ _"] | QuantizedWeight

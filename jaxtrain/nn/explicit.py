@@ -31,23 +31,22 @@ from jaxtrain.nn.bundle import (
     travelling_together,
 )
 from jaxtrain.nn.communicator import (
+    Adapter,
     Arrays,
     Attend,
     ExpertLeaves,
     Experts,
     Keys,
-    Local,
-    Pair,
     Queries,
     Starts,
     TokenFacts,
     Weights,
-    gather,
 )
+from jaxtrain.nn.local import Local, gather
 from jaxtrain.nn.tiles import Body, TiledProducts
-from jaxtrain.quantization import products as quantized
+from jaxtrain.quantization import weights as quantized_weights
 from jaxtrain.quantization.delayed import own_tables
-from jaxtrain.quantization.products import QuantizedWeight, Ways
+from jaxtrain.quantization.weights import QuantizedWeight, Ways
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +103,12 @@ class Explicit(Local):
             weights = self.quantize(weights, names, prefix, self._parts_of(names, prefix, params))
         if not self.gather_weights:
             return weights
-        sent = {k: quantized.as_sent(w) for k, w in weights.items()}
+        sent = {k: quantized_weights.as_sent(w) for k, w in weights.items()}
         algorithm = self.collectives.fsdp
         for split in self._bundles(params, prefix):
             for part in travelling_together(algorithm, split, sent):
                 sent = gather_bundle(sent, part, algorithm)
-        return {k: quantized.received(w, sent[k]) for k, w in weights.items()}
+        return {k: quantized_weights.received(w, sent[k]) for k, w in weights.items()}
 
     def fetch_once(self, params: Arrays) -> Arrays:
         """Returns all parameters by their full names, in the compute dtype, for `pregathered()`.
@@ -202,25 +201,16 @@ class Explicit(Local):
         x = gather_tokens("column gradients", self.roles.stream, choice, x)
         return tuple(multiply(x, w) for w in used)
 
-    def row(self, x: jax.Array, weight: Any, *adapters: Pair) -> jax.Array:
+    def row(self, x: jax.Array, weight: Any, adapter: Adapter | None = None) -> jax.Array:
         if isinstance(weight, QuantizedWeight):
-            return super().row(x, weight, *adapters)
+            return super().row(x, weight, adapter)
         choice = self.collectives.tensor
+        adapters = [] if adapter is None else [self.adapter_pair(x, adapter)]
         xs, weights = zip((x, self.tiled.get(id(weight), weight)), *adapters, strict=True)
         if isinstance(choice, Ring):
             return matmul_scatter(xs, weights, self.roles.stream, choice)
         parts = matmul_scatter(xs, weights, (), Ring())
         return scatter_tokens("row", self.roles.stream, choice, parts)
-
-    def column_gradients(
-        self, x: jax.Array, *dys: jax.Array, tiled: Sequence[Tiled | None] = ()
-    ) -> tuple[jax.Array, ...]:
-        return super().column_gradients(self.all_tokens(x), *dys, tiled=tiled)
-
-    def row_gradients(
-        self, x: jax.Array, dy: jax.Array, *, tiled: Sequence[Tiled | None] = ()
-    ) -> tuple[jax.Array, ...]:
-        return super().row_gradients(x, self.all_tokens(dy), tiled=tiled)
 
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         local = ids - self.vocab_offset(vectors.shape[0])

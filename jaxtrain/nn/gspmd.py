@@ -30,15 +30,16 @@ from jaxtrain.nn.communicator import (
     ExpertLeaves,
     Experts,
     Keys,
-    Local,
-    Pair,
     Queries,
     Starts,
     TokenFacts,
     Weights,
 )
+from jaxtrain.nn.local import Local
 from jaxtrain.quantization import crossing
-from jaxtrain.quantization.products import as_sent, received
+from jaxtrain.quantization.weights import as_sent, received
+
+Pair = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.quantization.delayed import SCALES
-from jaxtrain.quantization.products import QuantizedWeight
+from jaxtrain.quantization.weights import QuantizedWeight
 
 Arrays = dict[str, Any]
 

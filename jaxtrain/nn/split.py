@@ -8,6 +8,8 @@ parameters.
 
 dy comes from one backward pass: a zero t is added to each product's output, and its cotangent is
 dy. Of y = x w + t and a loss L, dL/dt = dL/dy = dy; then dx = dy w^T is B's and dw = x^T dy W's.
+Of a product in 8 bits, x and dy as it rounded them are the cotangent of what stands for its
+weight's gradient (`quantization.weights.Operands`), and are stashed in 8 bits.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from jaxtyping import PyTree
 
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index
-from jaxtrain.nn.communicator import Communicator, Pair
+from jaxtrain.nn.communicator import Adapter, Communicator, Operand, Weights
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.stack import (
     Body,
@@ -36,9 +38,19 @@ from jaxtrain.nn.stack import (
     pinned_slice,
     scattered,
 )
+from jaxtrain.quantization.formats import Scaled
+from jaxtrain.quantization.weights import (
+    Operands,
+    QuantizedWeight,
+    differentiated,
+    standing_for,
+)
 
 Arrays = dict[str, jax.Array]
 Carry = TypeVar("Carry")
+
+
+Shape = jax.ShapeDtypeStruct
 
 
 class Product(NamedTuple):
@@ -51,43 +63,48 @@ class Product(NamedTuple):
 Inputs = dict[Product, jax.Array]
 """Product -> x."""
 
-Stash = dict[Product, tuple[jax.Array, tuple[jax.Array, ...]]]
+Stash = dict[Product, tuple[Operand, tuple[Operand, ...]]]
 """Product -> (x, the dy of each weight)."""
 
 
-Taps = dict[Product, tuple[jax.Array, ...]]
-"""Product -> the zero that is added to each of its outputs."""
+Taps = dict[Product, tuple[Any, ...]]
+"""Product -> the zero that is added to each of its outputs; in 8 bits, the `Operands` of each of
+its weights."""
 
 
 class Tapped:
-    """A communicator that adds `taps` to the outputs of products and records their inputs.
+    """A communicator that adds `taps` to the outputs of products and records their inputs. Products
+    in 8 bits are left as they are: their weights have the taps.
 
-    names: of each matrix by the identity of its array. All other operations are those of `comm`.
+    names: of each matrix by its `identity`. All other operations are those of `comm`. shapes: each
+    product, with the shape of its input, those of its outputs, and True if it is in 8 bits.
     """
 
     def __init__(self, comm: Communicator, names: dict[int, str], taps: Taps | None = None) -> None:
         self._comm, self._names, self._taps = comm, names, taps
         self.inputs: dict[Product, jax.Array] = {}
-        self.shapes: list[tuple[Product, tuple[Any, ...]]] = []
+        self.shapes: list[tuple[Product, Shape, tuple[Shape, ...], bool]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
-    def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+    def column(self, x: jax.Array, *weights: Any) -> tuple[jax.Array, ...]:
         return self._tap("column", x, weights, self._comm.column(x, *weights))
 
-    def row(self, x: jax.Array, weight: jax.Array, *adapters: Pair) -> jax.Array:
-        return self._tap("row", x, (weight,), (self._comm.row(x, weight, *adapters),))[0]
+    def row(self, x: jax.Array, weight: Any, adapter: Adapter | None = None) -> jax.Array:
+        return self._tap("row", x, (weight,), (self._comm.row(x, weight, adapter),))[0]
 
     def _tap(
-        self, way: str, x: Stream, weights: tuple[jax.Array, ...], ys: tuple[jax.Array, ...]
+        self, way: str, x: Stream, weights: tuple[Any, ...], ys: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        tapped = [i for i, w in enumerate(weights) if id(w) in self._names]
-        product = Product(way, tuple(self._names[id(weights[i])] for i in tapped))
+        narrow = isinstance(weights[0], QuantizedWeight)  # arrays behind those are adapters
+        alike = [w for w in weights if isinstance(w, QuantizedWeight) is narrow]
+        tapped = [i for i, w in enumerate(alike) if identity(w) in self._names]
+        product = Product(way, tuple(self._names[identity(weights[i])] for i in tapped))
         if not tapped:
             return ys
-        self.shapes.append((product, tuple((ys[i].shape, ys[i].dtype) for i in tapped)))
-        if self._taps is None or product not in self._taps:
+        self.shapes.append((product, _shape(x), tuple(_shape(ys[i]) for i in tapped), narrow))
+        if narrow or self._taps is None or product not in self._taps:
             return ys
         self.inputs[product] = x
         taps = dict(zip(tapped, self._taps[product], strict=True))
@@ -127,8 +144,8 @@ class SplitLayers:
         def step(dx: Stream, layer: Index, entry: tuple[Saved, Inputs]) -> tuple[Stream, PyTree]:
             vjp, inputs = entry
             shards, dx = pinned_slice(params, layer, dx)
-            dw, dys, dx, _ = vjp.unpack((self.layers.fetch(shards), extras))(dx)
-            stash = {product: (x, dys[product]) for product, x in inputs.items()}
+            dw, taps, dx, _ = vjp.unpack((self.layers.fetch(shards), extras))(dx)
+            stash = {product: self._operands(product, inputs, taps) for product in taps}
             return dx, (like(self.layers.scatter(dw), params), stash)
 
         dx, results = self._over_layers(step, dy, depth(params), saved, reverse=True)
@@ -152,50 +169,74 @@ class SplitLayers:
         grads = self._over_layers(step, (), depth(params), stash)[1]
         return _stack(grads) if self.layers.loop.unroll else grads
 
+    def _operands(
+        self, product: Product, inputs: Inputs, taps: Taps
+    ) -> tuple[Operand, tuple[Operand, ...]]:
+        """Returns a product's entry of the stash, from the cotangents of its taps."""
+        cotangents = taps[product]
+        if product in inputs:
+            return inputs[product], cotangents
+        products, first = self.comm.quantized, cotangents[0]
+        assert products is not None, "the input of a product in the compute dtype is recorded"
+        dys = (Scaled(t.dy.astype(products.backward.dtype), t.scales[1]) for t in cotangents)
+        return Scaled(first.x.astype(products.forward.dtype), first.scales[0]), tuple(dys)
+
     def _tiled(self, params: Arrays) -> dict[str, Tiled]:
         """Matrices whose gradients need no scatter, with their tilings. params: stacked."""
         tiled = self.layers.tiled
         return {} if tiled is None else tiled.ways({k: p[0] for k, p in params.items()})
 
     def _forward_with_residuals(
-        self, weights: Arrays, x: Stream, extras: PyTree, layer: Index
+        self, weights: Weights, x: Stream, extras: PyTree, layer: Index
     ) -> tuple[Stream, tuple[Saved, Inputs]]:
         names = self._names(weights)
         taps = self._zeros(weights, x, extras)
         excluded = {name for product in taps for name in product.weights} | self.layers.frozen
-        direct = {k: w for k, w in weights.items() if k not in excluded}
+        direct = {k: differentiated(w) for k, w in weights.items() if k not in excluded}
 
         def run(direct: Arrays, taps: Taps, x: Stream, extras: PyTree) -> tuple[Stream, Inputs]:
             comm = Tapped(self.comm, names, taps)
-            y = self.body_of(comm)({**weights, **direct}, named_input(x), extras, layer)
+            variables = {**direct, **_operands_by_name(taps)}
+            moved = {k: standing_for(weights[k], variable) for k, variable in variables.items()}
+            y = self.body_of(comm)({**weights, **moved}, named_input(x), extras, layer)
             return y, comm.inputs
 
         body = remat(run, self.layers.loop.remat, self.layers.loop.offload)
         y, vjp, inputs = jax.vjp(body, direct, taps, x, extras, has_aux=True)
         return y, (pack_residuals(vjp, (weights, extras)), inputs)
 
-    def _zeros(self, weights: Arrays, x: Stream, extras: PyTree) -> Taps:
-        """A zero for the output of every product whose matrices are used once in the layer. W would
-        see only one of a matrix's two products."""
+    def _zeros(self, weights: Weights, x: Stream, extras: PyTree) -> Taps:
+        """A zero for the output of every product whose matrices are used once in the layer, or in
+        8 bits `Operands` for each of its weights. W would see only one of a matrix's two
+        products."""
         products: list[Any] = []
 
-        def run(weights: Arrays, x: Stream) -> Stream:
+        def run(weights: Weights, x: Stream) -> Stream:
             comm = Tapped(self.comm, self._names(weights))
             y = self.body_of(comm)(weights, x, extras, 0)
             products.extend(comm.shapes)
             return y
 
         jax.eval_shape(run, weights, x)
-        used = [name for product, _ in products for name in product.weights]
+        used = [name for product, *_ in products for name in product.weights]
         return {
-            product: tuple(self.vary(jnp.zeros(*shape)) for shape in shapes)
-            for product, shapes in products
+            product: self._operands_of(x, ys) if narrow else tuple(map(self._zero, ys))
+            for product, x, ys, narrow in products
             if all(used.count(name) == 1 for name in product.weights)
         }
 
-    def _names(self, weights: Arrays) -> dict[int, str]:
-        """The name of every matrix that W may take, by the identity of its array."""
-        return {id(w): name for name, w in weights.items() if name not in self.layers.frozen}
+    def _zero(self, like: Shape) -> jax.Array:
+        return self.vary(jnp.zeros(like.shape, like.dtype))
+
+    def _operands_of(self, x: Shape, ys: Sequence[Shape]) -> tuple[Operands, ...]:
+        """Returns zeros in the shapes of those of a product's weights."""
+        scales = self.vary(jnp.zeros(2, jnp.float32))
+        return tuple(Operands(self._zero(x), self._zero(y), scales) for y in ys)
+
+    def _names(self, weights: Weights) -> dict[int, str]:
+        """The name of every matrix that W may take, by its `identity`."""
+        frozen = self.layers.frozen
+        return {identity(w): name for name, w in weights.items() if name not in frozen}
 
     def _over_layers(
         self,
@@ -217,6 +258,26 @@ class SplitLayers:
         for layer in reversed(range(count)) if reverse else range(count):
             carry, out[layer] = step(carry, layer, *(tree[layer] for tree in trees))
         return carry, out
+
+
+def _shape(x: jax.Array) -> Shape:
+    return Shape(x.shape, x.dtype)
+
+
+def identity(weight: Any) -> int:
+    """Returns the identity of a weight's array; in 8 bits, of its numbers, which it keeps when its
+    scales are put beside it."""
+    return id(weight.value.numbers if isinstance(weight, QuantizedWeight) else weight)
+
+
+def _operands_by_name(taps: Taps) -> dict[str, Operands]:
+    """Returns the `Operands` among the taps, by the names of their weights."""
+    return {
+        name: tap
+        for product, entries in taps.items()
+        for name, tap in zip(product.weights, entries, strict=True)
+        if isinstance(tap, Operands)
+    }
 
 
 def _stack(layers: Sequence[Arrays]) -> Arrays:

@@ -24,7 +24,7 @@ from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.tiles import TiledProducts
 from jaxtrain.overlap.alongside import Call, alongside
-from jaxtrain.quantization.products import differentiated, standing_for
+from jaxtrain.quantization.weights import differentiated, standing_for
 
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
-from jaxtrain.quantization.products import QuantizedWeight, standing_for
+from jaxtrain.quantization.weights import QuantizedWeight, standing_for
 
 Arrays = dict[str, jax.Array]
 Weights = dict[str, Any]
@@ -136,8 +136,8 @@ class _Noting:
     def column(self, x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         return self._comm.column(x, *map(self._note, weights))
 
-    def row(self, x: jax.Array, weight: jax.Array, *adapters: Any) -> jax.Array:
-        return self._comm.row(x, self._note(weight), *adapters)
+    def row(self, x: jax.Array, weight: jax.Array, adapter: Any = None) -> jax.Array:
+        return self._comm.row(x, self._note(weight), adapter)
 
     def _note(self, weight: jax.Array) -> jax.Array:
         if id(weight) not in self._names:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxtrain.operations.block import Block, chain_with_ends, entry_members
 from jaxtrain.operations.collectives import Communication, HeadExchange, KeyGather
-from jaxtrain.operations.node import Node
+from jaxtrain.operations.node import Node, Tensors
 
 Leaves = frozenset[tuple[int, str]]
 """Names of leaves, each with the number of its block."""
@@ -16,13 +16,15 @@ BELOW: Leaves = frozenset({(-1, "")})
 
 
 class Flow(NamedTuple):
-    """Trained leaves that a node's gradients flow down to: through its inputs, and its own."""
+    """Trained leaves that a node's gradients flow down to: through its inputs, and its own.
+    observed: its leaves, if scales of a product in 8 bits are to see the gradients of them all."""
 
     inputs: Leaves = frozenset()
     own: Leaves = frozenset()
+    observed: Leaves = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.inputs or self.own)
+        return any(self)
 
 
 def gradient_flows(
@@ -31,13 +33,15 @@ def gradient_flows(
     *,
     below: bool | Set[int],
     traded: bool,
+    observes: Callable[[Node], bool] = lambda node: False,
 ) -> list[Flow]:
     """Returns the flow of each node of a chain.
 
     trains: returns True for a trained leaf, by its block's number and its name. below: the gradient
       of the chain's input is needed; or the numbers of those of its inputs of which it is. traded:
       several devices trade tokens for heads, of queries, keys and values together, so that
-      gradients of one bring those of all.
+      gradients of one bring those of all. observes: returns True for a node with scales that see
+      the gradients of all its outputs.
     """
     flows: list[Flow] = []
     for number, node in enumerate(nodes):
@@ -48,9 +52,27 @@ def gradient_flows(
         inputs = Leaves().union(*(leaves for n in node.inputs for leaves in flows[n]))
         if traded and inputs and isinstance(node.collective, HeadExchange):
             inputs |= BELOW
-        own = frozenset((node.block, name) for name in node.leaves if trains(node.block, name))
-        flows.append(Flow(inputs, own))
+        leaves = [(node.block, name) for name in node.leaves]
+        own = frozenset(leaf for leaf in leaves if trains(*leaf))
+        flows.append(Flow(inputs, own, frozenset(leaves if observes(node) else ())))
     return flows
+
+
+def rounded_gradients(
+    node: Node, flow: Flow, trains_itself: Callable[[str], bool]
+) -> tuple[Tensors, ...]:
+    """Returns those of a node's gradients whose scales are needed: what its products read in 8
+    bits. trains_itself: True for the name of a matrix that is trained, not its adapter alone."""
+    gradients = node.scales.gradients
+    if flow.inputs:
+        return gradients
+    if node.exchange is not None:
+        *inner, last = node.exchange.matrices
+        if any(map(trains_itself, inner)):
+            return gradients
+        return gradients[:1] if trains_itself(last) else ()
+    needed = flow.own if node.scales.adapters else any(map(trains_itself, node.leaves))
+    return gradients if needed else ()
 
 
 def members_trained(
@@ -67,12 +89,17 @@ def members_trained(
     return frozenset(entering - {*names} | changed)
 
 
-def sent_back(node: Node, flow: Flow) -> tuple[Communication | None, Communication | None]:
+def sent_back(
+    node: Node, flow: Flow, *, split: bool = False
+) -> tuple[Communication | None, Communication | None]:
     """Returns the collective of the gradient of a node's inputs and that of the gradients of its
-    leaves, None for none. Keys travel in one of the two: where gradients flow down to queries
-    alone, or to its leaves, keys are needed, and their own gradients are not."""
+    leaves, None for none. split: a pipeline's W computes the latter where it can.
+
+    Keys travel in one of the two: where gradients flow down to queries alone, or to its leaves,
+    keys are needed, and their own gradients are not.
+    """
     inputs = node.input_collective if flow.inputs else None
-    leaves = node.leaf_collective if flow.own else None
+    leaves = node.leaf_collective if flow.own and not (split and node.deferred) else None
     if not isinstance(inputs, KeyGather):
         return inputs, leaves
     queries = {(node.block, name) for name in inputs.queries}

@@ -58,10 +58,11 @@ class Tensors(NamedTuple):
 
 class Scales(NamedTuple):
     """Tensors of a product in 8 bits that have scales. inputs: what it multiplies matrices by.
-    gradients: of its outputs."""
+    gradients: of its outputs. adapters: True if adapters' gradients are computed from these."""
 
     inputs: tuple[Tensors, ...] = ()
     gradients: tuple[Tensors, ...] = ()
+    adapters: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class ColumnParallel(Operation):
                 leaf_collective=gather if narrow else None,
                 saved_as="product",
                 deferred=True,
-                scales=Scales(gradients=(Tensors(len(self.weights)),) if narrow else ()),
+                scales=Scales(gradients=(Tensors(len(self.weights)),)) if narrow else Scales(),
             ),
         ]
 
@@ -64,7 +64,7 @@ class RowParallel(Operation):
                 leaf_reads=(source,),
                 saved_as="" if narrow else "product",
                 deferred=True,
-                scales=Scales(gradients=(Tensors(1),) if narrow else ()),
+                scales=Scales(gradients=(Tensors(1),), adapters=True) if narrow else Scales(),
             ),
             # In 8 bits the sum is saved, after the scatter.
             Node(

@@ -47,14 +47,14 @@ def needed_for_saved(
     reads and the policy saves. If the body's output is not used, later values are not computed.
 
     split: the inputs of products are saved for W, in their form before the gather. narrow: products
-      are in 8 bits.
+      are in 8 bits, and their inputs are saved by B, not by this forward pass.
     """
     nodes = chain(blocks, narrow)
     read = {n for node in nodes for n in (*node.input_reads, *node.leaf_reads)}
     again = made_again(nodes, read, remat)
     read |= {source for number in again for source in nodes[number].inputs}
     pending = {number for number in read if nodes[number].is_saved(remat)}
-    if split:
+    if split and not narrow:
         inputs = (node.inputs[0] for node in nodes if node.deferred)
         pending |= {n if nodes[n].deferred_gather is None else nodes[n].inputs[0] for n in inputs}
     return computed_from(nodes, pending)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
 from jaxtrain.operations.block import chain
 from jaxtrain.operations.collectives import Communication, ExpertExchange
-from jaxtrain.operations.flows import Flow, gradient_flows, sent_back
+from jaxtrain.operations.flows import Flow, gradient_flows, rounded_gradients, sent_back
 from jaxtrain.operations.node import Node, Tensors
 from jaxtrain.operations.recompute import (
     collectives_of,
@@ -22,6 +22,7 @@ from jaxtrain.operations.recompute import (
     made_again_for_others,
 )
 from jaxtrain.planner.facts import StepFacts
+from jaxtrain.quantization.delayed import SCALES
 
 
 class MixtureWork(NamedTuple):
@@ -83,9 +84,8 @@ def works(facts: StepFacts) -> dict[str, list[tuple[BackwardWork, int]]]:
 def stack_works(
     facts: StepFacts, turns: int, *, below: bool, split: bool = False
 ) -> list[tuple[BackwardWork, int]]:
-    """Returns the work of a stack's turns, or of a chunk's, and how many are alike. Turns of a loop
-    are alike. Without a loop, or with one turn in it, the first turn may need less. split: as in
-    `body_work`."""
+    """Returns the work of a stack's turns, or of a chunk's, and how many are alike. In a loop of
+    several all are; else the first may need less. split: as in `body_work`."""
     loop, period = facts.loop, list(facts.model.stacked)
     if not below and not facts.trains(STACK):
         return [(BackwardWork(), turns)]
@@ -114,7 +114,8 @@ def body_work(
     facts: StepFacts, paths: Sequence[str], *, below: bool, split: bool = False
 ) -> BackwardWork:
     """Returns the backward work of the blocks at these paths. below: the gradient of their input is
-    needed. split: W computes the gradients of products' weights, of inputs that F has saved."""
+    needed. split: W computes the gradients of products' weights; in 8 bits, of inputs that B has
+    read, and else that F has saved."""
     nodes = chain(tuple(facts.model.blocks[path] for path in paths), facts.narrow)
     sequence = facts.sequence
     flows = gradient_flows(
@@ -122,17 +123,20 @@ def body_work(
         lambda block, name: _trains(facts, paths[block], (name,)),
         below=below,
         traded=sequence is not None and sequence.group > 1,
+        observes=lambda node: _observes(facts, paths[node.block], node),
     )
-    sent = [sent_back(node, flow) for node, flow in zip(nodes, flows, strict=True)]
+    sent = [sent_back(node, flow, split=split) for node, flow in zip(nodes, flows, strict=True)]
     reads: list[set[int]] = []  # values that the gradients of each value read
     maxima: list[Tensors] = []
     read: set[str] = set()
     for node, flow in zip(nodes, flows, strict=True):
         input_reads = node.input_reads if flow.inputs else ()
-        leaf_reads = node.leaf_reads if flow.own and not (split and node.deferred) else ()
-        reads.append({*input_reads, *leaf_reads})
-        maxima += node.scales.gradients if flow else ()
-        read |= _leaves_read(facts, paths[node.block], node, bool(flow.inputs))
+        late = split and node.deferred and not facts.narrow
+        computed = (flow.own or flow.observed) and not late
+        reads.append({*input_reads, *(node.leaf_reads if computed else ())})
+        path = paths[node.block]
+        maxima += rounded_gradients(node, flow, lambda name, path=path: facts.trains(path + name))
+        read |= _leaves_read(facts, path, node, bool(flow.inputs))
     again = sorted(made_again(nodes, set().union(*reads), facts.loop.remat))
     for number in again:
         read |= _leaves(facts, paths[nodes[number].block], nodes[number])
@@ -146,6 +150,13 @@ def body_work(
         maxima_again=tuple(tensors for n in again for tensors in nodes[n].scales.inputs),
         mixtures=tuple(_mixtures(facts, paths, nodes, flows, reads, {*again})),
     )
+
+
+def _observes(facts: StepFacts, path: str, node: Node) -> bool:
+    """Returns True if scales see the gradients of all outputs of a node: delayed ones, which are
+    trained themselves, or those that outputs of the moment have together."""
+    end = SCALES if facts.scaling == "delayed" else ""
+    return bool(node.scales.gradients) and facts.trains(*(path + k + end for k in node.leaves))
 
 
 def _leaves_read(facts: StepFacts, path: str, node: Node, flow: bool) -> set[str]:
@@ -168,7 +179,7 @@ def _leaves_read(facts: StepFacts, path: str, node: Node, flow: bool) -> set[str
 def _leaves(facts: StepFacts, path: str, node: Node) -> set[str]:
     """Returns the names of a node's leaves, with those of adapters."""
     names = (*node.leaves, *(weight.leaf for weight, _ in node.products))
-    return facts.named(*_with_adapters(path, names))
+    return facts.named(*with_adapters(path, names))
 
 
 def _mixtures(
@@ -194,8 +205,9 @@ def _mixtures(
 
 def _trains(facts: StepFacts, path: str, names: Iterable[str]) -> bool:
     """Returns True if a leaf of the block at `path` is trained, or its adapter's matrix."""
-    return facts.trains(*_with_adapters(path, names))
+    return facts.trains(*with_adapters(path, names))
 
 
-def _with_adapters(path: str, names: Iterable[str]) -> list[str]:
+def with_adapters(path: str, names: Iterable[str]) -> list[str]:
+    """Returns the full names of these leaves, and of adapters that they may have."""
     return [path + name + end for name in names for end in ("", ADAPTER_A, ADAPTER_B)]

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import replace
 
 from jaxtrain.mesh.roles import Roles
-from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
+from jaxtrain.models.description import STACK
 from jaxtrain.operations.block import Block, chain, deferred_matrices, matrices
 from jaxtrain.operations.recompute import block_again, members_read, needed_for_saved
 from jaxtrain.planner import token_traffic as tokens
-from jaxtrain.planner.backward_work import body_work, fetched_again, stack_works
+from jaxtrain.planner.backward_work import body_work, fetched_again, stack_works, with_adapters
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
 from jaxtrain.planner.sent import Sent, collective_traffic, times, ways
 from jaxtrain.planner.weight_traffic import (
@@ -182,8 +182,7 @@ def _read_again(facts: StepFacts, p: PipelineFacts) -> Set[str] | None:
         return None
     nodes, paths = chain(facts.model.period, facts.narrow), [*facts.model.stacked]
     needed = [nodes[n] for n in _saved(facts, facts.model.period, split=p.weight > 0)]
-    ends = ("", ADAPTER_A, ADAPTER_B)
-    read = {paths[n.block] + leaf + end for n in needed for leaf in n.leaves for end in ends}
+    read = {name for n in needed for name in with_adapters(paths[n.block], n.leaves)}
     beginnings = tuple(name for name in read if name.endswith("."))
     return {k for k in facts.leaves if k in read or k.startswith(beginnings)}
 
@@ -195,7 +194,7 @@ def _saved(facts: StepFacts, blocks: tuple[Block, ...], *, split: bool) -> froze
 def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     """Yields the collectives of a tick's W: gathers, for the weights' gradients, of all products'
     inputs and output gradients, which are stored split."""
-    collectives = (node.deferred_gather for node in chain(facts.model.period))
+    collectives = (node.deferred_gather for node in chain(facts.model.period, facts.narrow))
     gathers = [collective for collective in collectives if collective is not None] * p.depth
     why = "products, for weight gradients"
     yield from tokens.token_collectives(facts, why, facts.roles, gathers)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxtrain.collectives.vary import MeshAxes, vary
 from jaxtrain.mesh.sharding import Dims, partition_spec
-from jaxtrain.quantization.products import QuantizedWeight
+from jaxtrain.quantization.weights import QuantizedWeight
 
 
 def each(function: Callable[..., Any], leaves: Any, *trees: Any) -> Any:

@@ -9,186 +9,100 @@ The backward pass keeps a device's own tokens of x as 8-bit numbers. It gathers 
 devices again for dw, a byte each, so that of a collective matmul only the outputs are kept
 (Korthikanti et al. 2022, section 4.2.2). All gathered numbers travel as bytes: compilers widen or
 rewrite narrow floats. Sums travel in the dtypes that they have anyway.
+
+An adapter's matrices stay in the compute dtype. What a product sends serves them too, so they
+multiply the rounded x, and behind a row-split weight the rounded dy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree, Shaped, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 
 from jaxtrain.collectives.algorithm import check_divides
-from jaxtrain.collectives.choice import Exact
-from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.matmul import PRODUCT_SCATTERS, Tiled, gather_products
+from jaxtrain.collectives.matmul import (
+    PRODUCT_SCATTERS,
+    Tiled,
+    gather_products,
+    wide_product,
+)
 from jaxtrain.collectives.named import all_gather, sum_scatter
-from jaxtrain.collectives.ring import Ring
-from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
-from jaxtrain.quantization.delayed import entry, quantized_by, scale_of, seen
-from jaxtrain.quantization.formats import E5M2, Format, Scaled, greatest_of_matrices
-from jaxtrain.quantization.recipe import PRODUCT, Products
+from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.quantization.delayed import quantized_by, scale_of, seen
+from jaxtrain.quantization.formats import E5M2, Scaled
+from jaxtrain.quantization.recipe import PRODUCT
+from jaxtrain.quantization.weights import (
+    Operands,
+    QuantizedWeight,
+    Ways,
+    as_bytes,
+    kept,
+    scaled_alike,
+)
 
-Value = TypeVar("Value")
 Outputs = tuple[Float[Array, "all_tokens _"], ...]
+Weight = QuantizedWeight | Float[Array, "k _"]
+Factors = tuple[Float[Array, "k rank"], Float[Array, "rank columns"]]
 MOST_TERMS = (2**31 - 1) // 127**2
 """Largest number of integer products whose sum always fits int32."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("value", "stand_in", "scales", "seen"),
-    meta_fields=("dtype", "ways"),
-)
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """A matrix [k, columns] in 8 bits, in place of its array of `dtype`; or one for each expert,
-    [experts, k, columns], each with its own scale.
-
-    value: its numbers and scale. stand_in: receives the gradient of that array, and is never read:
-    an array of its shape and dtype, or a `Tiled` without `whole`, whose tile receives it; None
-    without a gradient. With delayed scaling, else None: scales, the matrix's leaf of them, whose
-    gradient is what a step's products see; seen, the local array's own scale. ways: for experts'
-    matrices, by which no communicator multiplies.
-    """
-
-    value: PyTree  # a Scaled, or what JAX puts in its place
-    stand_in: PyTree
-    dtype: DTypeLike
-    scales: PyTree = None
-    seen: PyTree = None
-    ways: Ways | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.numbers.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.numbers.ndim
-
-    def __getitem__(self, index: object) -> QuantizedWeight:
-        if index is ...:
-            return self
-        return self.__jax_array__()
-
-    def __jax_array__(self) -> Any:
-        raise ValueError(
-            f"a matrix {list(self.shape)} is read that precision.products holds in 8 bits, for "
-            "describe() has it among the products: give it to Communicator.column or row alone, "
-            "or use products=None"
-        )
-
-
-@dataclass(frozen=True)
-class Ways:
-    """Settings of a layer's products in 8 bits.
-
-    products: formats and scaling. dtype: of outputs and gradients. maxima: mesh axes whose devices
-    hold parts of one x, over which its greatest magnitude is taken. tensor: mesh axes over which
-    tokens are gathered before a column-split weight, and sums scattered after a row-split one. by:
-    the algorithm of both.
-    """
-
-    products: Products
-    dtype: DTypeLike
-    maxima: MeshAxes = ()
-    tensor: MeshAxes = ()
-    by: Exact = Lax()  # noqa: RUF009 (frozen)
-
-    @property
-    def ring(self) -> Ring | None:
-        """The ring that overlaps with products; None if the collectives run apart from them."""
-        return self.by if isinstance(self.by, Ring) and self.tensor else None
-
-
-def scaled_alike(arrays: Sequence[Float[Array, ...]], form: Format, axes: MeshAxes) -> list[Scaled]:
-    """Returns each array in `form`. Each matrix of a stack has one scale for its parts on the
-    devices of `axes`. One all-reduce serves all arrays."""
-    scales = scales_alike([greatest_of_matrices(x) for x in arrays], form, axes)
-    return [Scaled(form.numbers(x, scale), scale) for x, scale in zip(arrays, scales, strict=True)]
-
-
-def scales_alike(
-    greatest: Sequence[Float[Array, ...]], form: Format, axes: MeshAxes
-) -> list[Float[Array, ...]]:
-    """Scales of tensors whose parts on the devices of `axes` have these greatest magnitudes, by one
-    all-reduce."""
-    magnitudes = jnp.concatenate([array.reshape(-1) for array in greatest])
-    if axes:
-        magnitudes = vary(lax.pmax(magnitudes, axes), varying_axes(magnitudes))
-    ends = np.cumsum([array.size for array in greatest])
-    parts = jnp.split(form.scale(magnitudes), ends[:-1])
-    return [part.reshape(array.shape) for part, array in zip(parts, greatest, strict=True)]
-
-
-def scaled_before(
-    weight: Float[Array, "*stack k columns"], scales: Float[Array, "*stack 3*256"], form: Format
-) -> QuantizedWeight:
-    """Returns a matrix in `form`, with the scale of its leaf of delayed scales."""
-    value, top = quantized_by(scale_of(scales, "w"), weight, form), greatest_of_matrices(weight)
-    return QuantizedWeight(value, None, weight.dtype, seen=entry(top, form))
-
-
-def differentiated(weight: Value) -> Value | jax.Array:
-    """The variable by which a layer is differentiated for a weight: an array itself, or a zero of
-    the shape of a quantised weight."""
-    if not isinstance(weight, QuantizedWeight):
-        return weight
-    zero = jnp.zeros(weight.shape, weight.dtype)
-    return vary(zero, varying_axes(weight.value.numbers))
-
-
-def standing_for(weight: Any, variable: Any) -> Any:
-    """The weight that a layer uses when it is differentiated by `variable`."""
-    return replace(weight, stand_in=variable) if isinstance(weight, QuantizedWeight) else variable
-
-
-def cotangent(weight: Any) -> Any:
-    """Gradient of the full-precision weight, from the cotangent of `standing_for`'s result."""
-    return weight.stand_in if isinstance(weight, QuantizedWeight) else weight
-
-
-def as_sent(weight: Any) -> jax.Array:
-    """Array that is sent for a weight, or for a part of one."""
-    return as_bytes(weight.value.numbers) if isinstance(weight, QuantizedWeight) else weight
-
-
-def received(weight: Any, sent: jax.Array) -> Any:
-    """Returns the weight whose `as_sent` arrived from all devices as `sent`."""
-    if not isinstance(weight, QuantizedWeight):
-        return sent
-    numbers = lax.bitcast_convert_type(sent, weight.value.numbers.dtype)
-    return replace(weight, value=Scaled(numbers, weight.value.scale))
-
-
-def column(
-    ways: Ways, x: Float[Array, "tokens k"], weights: tuple[QuantizedWeight, ...]
-) -> Outputs:
+def column(ways: Ways, x: Float[Array, "tokens k"], weights: tuple[Weight, ...]) -> Outputs:
     """`Communicator.column` in 8 bits: x @ w for weights split by column. x: this device's share of
-    the tokens."""
+    the tokens. weights: arrays among them come last, and multiply the rounded x."""
+    narrow = [isinstance(w, QuantizedWeight) for w in weights]
+    assert narrow == sorted(narrow, reverse=True), "arrays come behind matrices in 8 bits"
     return tuple(checkpoint_name(y, PRODUCT) for y in _column(ways, x, weights))
 
 
 def row(
-    ways: Ways, x: Float[Array, "all_tokens k"], weight: QuantizedWeight
+    ways: Ways,
+    x: Float[Array, "all_tokens k"],
+    weight: QuantizedWeight,
+    adapter: Factors | None = None,
+    adapter_scale: float = 1.0,
 ) -> Float[Array, "tokens columns"]:
     """`Communicator.row` in 8 bits: x @ w for a weight split by row, summed. The result is this
-    device's share of the tokens."""
-    return checkpoint_name(_row(ways, x, weight), PRODUCT)
+    device's share of the tokens. adapter: (a, b), whose x @ a * adapter_scale @ b is added before
+    the sum, of the rounded x."""
+    return checkpoint_name(_row(ways, adapter_scale, x, weight, adapter), PRODUCT)
+
+
+def column_gradients(
+    ways: Ways, x: Scaled, dys: Sequence[Scaled], tiled: Sequence[Tiled | None]
+) -> tuple[Any, ...]:
+    """`Communicator.column_gradients` in 8 bits, of a product's `Operands`."""
+    tokens = Scaled(_all_tokens(ways, x), x.scale)
+    pairs = zip(dys, tiled, strict=True)
+    return tuple(_product_gradient(tokens, dy, tile, ways.dtype) for dy, tile in pairs)
+
+
+def row_gradients(
+    ways: Ways, x: Scaled, dy: Scaled, tiled: Tiled | None
+) -> Float[Array, "k columns"] | Tiled:
+    """`Communicator.row_gradients` in 8 bits, of a product's `Operands`."""
+    tokens = Scaled(_all_tokens(ways, dy), dy.scale)
+    return _product_gradient(x, tokens, tiled, ways.dtype)
 
 
 def product(x: Shaped[Array, "m k"], w: Scaled) -> Float[Array, "m n"]:
-    """x @ w of 8-bit numbers, times w's scale, in fp32; as `product_of_numbers`."""
-    return product_of_numbers(x, w.numbers) * w.scale
+    """x @ w in fp32, times w's scale; as `product_of_numbers`. Where only one has 8-bit numbers,
+    they are widened to the other's dtype."""
+    numbers = w.numbers
+    if x.dtype.itemsize == numbers.dtype.itemsize == 1:
+        return product_of_numbers(x, numbers) * w.scale
+    dtype = max(x.dtype, numbers.dtype, key=lambda dtype: dtype.itemsize)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return wide_product(x.astype(dtype), numbers.astype(dtype), wide) * w.scale
 
 
 def product_of_numbers(x: Shaped[Array, "m k"], w: Shaped[Array, "k n"]) -> Float[Array, "m n"]:
@@ -214,11 +128,6 @@ def product_of_numbers(x: Shaped[Array, "m k"], w: Shaped[Array, "k n"]) -> Floa
         for start in range(0, max(x.shape[1], 1), MOST_TERMS)
     ]
     return sum(parts[1:], start=parts[0])
-
-
-def as_bytes(numbers: Shaped[Array, ...]) -> UInt8[Array, ...]:
-    """8-bit numbers as the bytes that are sent."""
-    return lax.bitcast_convert_type(numbers, jnp.uint8)
 
 
 def _times(w: Scaled, scale: jax.Array) -> Scaled:
@@ -298,27 +207,46 @@ def _output_gradients(
     ]
 
 
-def _gradient(weight: QuantizedWeight, x: Scaled, dy: Scaled, dscales: Any) -> QuantizedWeight:
+def _gradient(weight: Weight, x: Scaled, dy: Scaled, dscales: Any = None) -> Any:
     """Cotangent of a weight that was saved by `kept`. dscales: that of its scales."""
+    if not isinstance(weight, QuantizedWeight):
+        return _product_gradient(x, dy, None, weight.dtype)
     stand_in, gradient = weight.stand_in, None
-    if isinstance(stand_in, Tiled):
-        scale = x.scale * dy.scale
-
-        def scaled(left: jax.Array, right: jax.Array) -> Float[Array, "m n"]:
-            return product(left, Scaled(right, scale))
-
-        gradient = stand_in.gradient(x.numbers, dy.numbers, product=scaled)
+    if isinstance(stand_in, Operands):
+        gradient = stand_in.holding(x, dy)
     elif stand_in is not None:
-        gradient = product(x.numbers.T, _times(dy, x.scale)).astype(weight.dtype)
+        tiled = stand_in if isinstance(stand_in, Tiled) else None
+        gradient = _product_gradient(x, dy, tiled, weight.dtype)
     return replace(weight, value=None, stand_in=gradient, scales=dscales, seen=None)
 
 
-def kept(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight that is saved for the backward pass, without a stand-in array of its size."""
-    stand_in = weight.stand_in
-    if isinstance(stand_in, Tiled):
-        return replace(weight, stand_in=replace(stand_in, tile=None))
-    return weight if stand_in is None else replace(weight, stand_in=stand_in[:0])
+def _product_gradient(
+    x: Scaled, dy: Scaled, tiled: Tiled | None, dtype: DTypeLike
+) -> Float[Array, "k columns"] | Tiled:
+    """Returns x^T @ dy, or the tiling with its tile of that."""
+    if tiled is None:
+        return product(x.numbers.T, _times(dy, x.scale)).astype(dtype)
+    scale = x.scale * dy.scale
+
+    def scaled(left: jax.Array, right: jax.Array) -> Float[Array, "m n"]:
+        return product(left, Scaled(right, scale))
+
+    return tiled.gradient(x.numbers, dy.numbers, product=scaled)
+
+
+def _is_later(weight: Weight) -> bool:
+    """Returns True for a weight whose gradient is computed later."""
+    return isinstance(weight, QuantizedWeight) and isinstance(weight.stand_in, Operands)
+
+
+def _scaled(weight: Weight) -> Scaled:
+    """A weight's numbers and scale."""
+    return weight.value if isinstance(weight, QuantizedWeight) else _wide(weight)
+
+
+def _wide(x: Float[Array, "m n"]) -> Scaled:
+    """An array as it is, with scale 1."""
+    return Scaled(x, jnp.float32(1.0))
 
 
 # Remat policies do not look into a function with a custom derivative. Of a product they save only
@@ -329,8 +257,10 @@ def _column_outputs(ways: Ways, x: Scaled, weights: tuple[Scaled, ...]) -> Outpu
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _row_output(ways: Ways, x: Scaled, weight: Scaled) -> Float[Array, "tokens columns"]:
-    return _scattered(ways, "row", [x], [weight])
+def _row_output(
+    ways: Ways, xs: tuple[Scaled, ...], weights: tuple[Scaled, ...]
+) -> Float[Array, "tokens columns"]:
+    return _scattered(ways, "row", xs, weights)
 
 
 def _once_only(*_: Any) -> Any:
@@ -342,57 +272,95 @@ _row_output.defvjp(_once_only, _once_only)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _column(
-    ways: Ways, x: Float[Array, "tokens k"], weights: tuple[QuantizedWeight, ...]
-) -> Outputs:
+def _column(ways: Ways, x: Float[Array, "tokens k"], weights: tuple[Weight, ...]) -> Outputs:
     return _column_forward(ways, x, weights)[0]
 
 
 def _column_forward(
-    ways: Ways, x: Float[Array, "tokens k"], weights: tuple[QuantizedWeight, ...]
-) -> tuple[Outputs, tuple[Scaled, Any, tuple[QuantizedWeight, ...]]]:
+    ways: Ways, x: Float[Array, "tokens k"], weights: tuple[Any, ...]
+) -> tuple[Outputs, tuple[Scaled, Any, tuple[Weight, ...]]]:
     narrow, of_x = _input(ways, x, weights[0])
-    outs = _column_outputs(ways, narrow, tuple(w.value for w in weights))
+    outs = _column_outputs(ways, narrow, tuple(map(_scaled, weights)))
     return outs, (narrow, of_x, tuple(map(kept, weights)))
 
 
 def _column_backward(
-    ways: Ways, saved: tuple[Scaled, Any, tuple[QuantizedWeight, ...]], dys: Outputs
-) -> tuple[Float[Array, "tokens k"], tuple[QuantizedWeight, ...]]:
+    ways: Ways, saved: tuple[Scaled, Any, tuple[Weight, ...]], dys: Outputs
+) -> tuple[Float[Array, "tokens k"], tuple[Weight, ...]]:
     x, of_x, weights = saved
-    narrow, of_scales = _output_gradients(ways, weights, dys, of_x)
-    transposed = [_transposed(w.value) for w in weights]
-    dx = _scattered(ways, "column gradients", narrow, transposed)
+    quantised = [w for w in weights if isinstance(w, QuantizedWeight)]
+    arrays = weights[len(quantised) :]
+    rounded, of_scales = _output_gradients(ways, quantised, dys[: len(quantised)], of_x)
+    gradients = [*rounded, *map(_wide, dys[len(quantised) :])]
+    transposed = [_transposed(_scaled(w)) for w in weights]
+    dx = _scattered(ways, "column gradients", gradients, transposed)
     tokens = x
-    if any(w.stand_in is not None for w in weights):
+    if arrays or any(w.stand_in is not None for w in quantised):
         # Wait for the gradients, since the gathered tokens take as much memory as all saved ones.
-        numbers, narrow = lax.optimization_barrier((x.numbers, narrow))
+        numbers, gradients = lax.optimization_barrier((x.numbers, gradients))
         tokens = Scaled(_all_tokens(ways, Scaled(numbers, x.scale)), x.scale)
-    operands = zip(weights, narrow, of_scales, strict=True)
-    return dx, tuple(_gradient(w, tokens, dy, scales) for w, dy, scales in operands)
+    operands = zip(weights, gradients, [*of_scales, *(None for _ in arrays)], strict=True)
+    return dx, tuple(
+        _gradient(w, x if _is_later(w) else tokens, dy, scales) for w, dy, scales in operands
+    )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+RowWeights = tuple[QuantizedWeight, Factors | None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _row(
-    ways: Ways, x: Float[Array, "all_tokens k"], weight: QuantizedWeight
+    ways: Ways,
+    adapter_scale: float,
+    x: Float[Array, "all_tokens k"],
+    weight: QuantizedWeight,
+    adapter: Factors | None,
 ) -> Float[Array, "tokens columns"]:
-    return _row_forward(ways, x, weight)[0]
+    return _row_forward(ways, adapter_scale, x, weight, adapter)[0]
 
 
 def _row_forward(
-    ways: Ways, x: Float[Array, "all_tokens k"], weight: QuantizedWeight
-) -> tuple[Float[Array, "tokens columns"], tuple[Scaled, Any, QuantizedWeight]]:
+    ways: Ways,
+    adapter_scale: float,
+    x: Float[Array, "all_tokens k"],
+    weight: QuantizedWeight,
+    adapter: Factors | None,
+) -> tuple[Float[Array, "tokens columns"], tuple[Scaled, Any, Any, RowWeights]]:
     narrow, of_x = _input(ways, x, weight)
-    return _row_output(ways, narrow, weight.value), (narrow, of_x, kept(weight))
+    xs, weights, z = [narrow], [weight.value], None
+    if adapter is not None:
+        a, b = adapter
+        z = _adapter_input(narrow, a, adapter_scale)
+        xs, weights = [*xs, _wide(z)], [*weights, _wide(b)]
+    y = _row_output(ways, tuple(xs), tuple(weights))
+    return y, (narrow, of_x, z, (kept(weight), adapter))
+
+
+def _adapter_input(x: Scaled, a: Float[Array, "k rank"], scale: float) -> Float[Array, "_ rank"]:
+    """Returns x @ a * scale, in a's dtype."""
+    return (product(x.numbers, Scaled(a, x.scale)) * scale).astype(a.dtype)
 
 
 def _row_backward(
-    ways: Ways, saved: tuple[Scaled, Any, QuantizedWeight], dy: Float[Array, "tokens columns"]
-) -> tuple[Float[Array, "all_tokens k"], QuantizedWeight]:
-    x, of_x, weight = saved
+    ways: Ways,
+    adapter_scale: float,
+    saved: tuple[Scaled, Any, Any, RowWeights],
+    dy: Float[Array, "tokens columns"],
+) -> tuple[Float[Array, "all_tokens k"], QuantizedWeight, Factors | None]:
+    x, of_x, z, (weight, adapter) = saved
     (narrow,), (of_scales,) = _output_gradients(ways, [weight], [dy], of_x)
-    (dx,), tokens = _gathered(ways, narrow, [_transposed(weight.value)])
-    return dx, _gradient(weight, x, Scaled(tokens, narrow.scale), of_scales)
+    transposed = [_transposed(weight.value)]
+    if adapter is None:
+        (dx,), tokens = _gathered(ways, narrow, transposed)
+        dys = narrow if _is_later(weight) else Scaled(tokens, narrow.scale)
+        return dx, _gradient(weight, x, dys, of_scales), None
+    a, b = adapter
+    (dx, dz), tokens = _gathered(ways, narrow, [*transposed, _transposed(_wide(b))])
+    dys, dz = Scaled(tokens, narrow.scale), _wide((dz * adapter_scale).astype(b.dtype))
+    dx = (dx + product(dz.numbers, _transposed(_wide(a)))).astype(dx.dtype)
+    gradients = _gradient(a, x, dz), _gradient(b, _wide(z), dys)
+    dys = narrow if _is_later(weight) else dys
+    return dx, _gradient(weight, x, dys, of_scales), gradients
 
 
 _column.defvjp(_column_forward, _column_backward)

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 
 from jaxtrain.mesh.links import flops_per_byte
-from jaxtrain.nn.communicator import Communicator, Local
+from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.gspmd import Gspmd
+from jaxtrain.nn.local import Local
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import Reduction
 

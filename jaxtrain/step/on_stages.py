@@ -14,7 +14,6 @@ from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
-from jaxtrain.validation.experiment import late_gradients
 
 
 class OnStages(NamedTuple):
@@ -43,8 +42,6 @@ def on_stages(
     except OSError as error:
         path = experiment.execution.pipeline.schedule
         return None, [f"execution.pipeline: {path} cannot be read: {error.strerror}"]
-    if violations := late_gradients(experiment, splits=schedule.weight is not None):
-        return None, violations
     return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
 
 

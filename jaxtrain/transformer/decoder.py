@@ -33,8 +33,9 @@ from jaxtrain.models.layered import (
     vocabulary_table,
 )
 from jaxtrain.moe.layer import TokenFacts
-from jaxtrain.nn.communicator import Communicator, Local
+from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.nn.norm import Norm
 from jaxtrain.nn.param import normal

@@ -171,35 +171,13 @@ def field_violations(experiment: Experiment) -> list[str]:
 
 
 def _product_violations(experiment: Experiment) -> list[str]:
-    """Returns a violation for products in 8 bits if an adapter adds to them, or if the model does
-    not name their matrices."""
-    precision, tuning = experiment.precision, experiment.fine_tuning
-    if precision.products is None:
-        return []
-    setting = f"precision.products={precision.products!r}"
-    if not describes(experiment.model):
-        return [
-            f"{setting} multiplies by the matrices that a model names in describe(), and this one "
-            f"does not describe itself; use products=None"
-        ]
-    if tuning is not None and tuning.lora is not None:
-        return [
-            f"{setting} and fine_tuning.lora={tuning.lora!r}: an adapter's products are of the "
-            f"compute dtype, from the same tokens; use products=None, or lora=None"
-        ]
-    return []
-
-
-def late_gradients(experiment: Experiment, *, splits: bool) -> list[str]:
-    """Returns a violation if the schedule `splits` the backward pass and products are in 8 bits: W
-    cannot compute weights' gradients from 8-bit numbers."""
+    """Returns a violation for products in 8 bits if the model does not name their matrices."""
     products = experiment.precision.products
-    if products is None or not splits:
+    if products is None or describes(experiment.model):
         return []
     return [
-        f"execution.pipeline: the schedule has W, which makes weights' gradients from what is kept "
-        f"in the compute dtype, and precision.products={products!r} keeps 8-bit numbers; use "
-        f"schedule='one_f_one_b', or products=None"
+        f"precision.products={products!r} multiplies by the matrices that a model names in "
+        f"describe(), and this one does not describe itself; use products=None"
     ]
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from jaxtrain.experiment import Experiment
+from jaxtrain.models.adapters import adapter_places
 from jaxtrain.models.description import ModelDescription
+from jaxtrain.operations.block import mixtures
 from jaxtrain.validation.sequence import chosen_method, cut_ways
 
 
@@ -46,7 +49,8 @@ def narrow_violations(
     products, chunk = experiment.precision.products, experiment.execution.expert_chunk
     if products is None or not described.expert_calls:
         return []
-    violations, setting = [], f"precision.products={products!r}"
+    setting = f"precision.products={products!r}"
+    violations = _adapter_violations(described, experiment, setting)
     if chunk is not None:
         violations.append(
             f"execution.expert_chunk={chunk} and {setting}: an expert's rows have one scale, and "
@@ -65,3 +69,31 @@ def narrow_violations(
             f"products=None"
         )
     return violations
+
+
+def _adapter_violations(
+    described: ModelDescription, experiment: Experiment, setting: str
+) -> list[str]:
+    """Returns a violation if experts' matrices in 8 bits have adapters."""
+    tuning = experiment.fine_tuning
+    if tuning is None or tuning.lora is None:
+        return []
+    of_experts = {
+        path + weight.leaf
+        for path, block in described.blocks.items()
+        for call in mixtures(block)
+        for weight in call.weights
+    }
+    targets = tuning.lora.targets
+    chosen = [
+        name for name in adapter_places(described) if any(fnmatchcase(name, t) for t in targets)
+    ]
+    clash = [name for name in chosen if name in of_experts]
+    others = tuple(name for name in chosen if name not in of_experts)
+    if not clash:
+        return []
+    remedy = f"targets={others}" if others else "lora=None"
+    return [
+        f"{setting} and fine_tuning.lora.targets={targets!r}: the experts' matrices "
+        f"{', '.join(clash)} can have no adapter in 8 bits; use {remedy}, or products=None"
+    ]

@@ -16,7 +16,7 @@ from jaxtrain.experiment.evaluation import length_violations, temperature_violat
 from jaxtrain.experiment.fields import seed_violations
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.models.layered import ModelConfig
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.precision import Precision

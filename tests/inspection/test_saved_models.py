@@ -28,7 +28,7 @@ from jaxtrain.inspection.opened import stored_model
 from jaxtrain.inspection.score import score_rows
 from jaxtrain.inspection.scorer import run_scorer
 from jaxtrain.moe import Balance, Capacity
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.pipeline import evaluated_at_once
 from jaxtrain.step.train_step import make_evaluation_step

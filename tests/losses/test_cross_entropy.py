@@ -18,8 +18,8 @@ from jaxtrain.collectives.vary import vary
 from jaxtrain.losses.cross_entropy import MASKED, HeadConfig, cross_entropy, logits
 from jaxtrain.mesh import sharding
 from jaxtrain.mesh.roles import roles_of
-from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
+from jaxtrain.nn.local import Local
 
 ROWS, SEQ, EMBED, PADDED = 4, 12, 6, 32
 

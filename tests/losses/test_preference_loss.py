@@ -15,8 +15,8 @@ from jaxtrain.losses.preferences import DPO, SUMS, _document_sums
 from jaxtrain.mesh import sharding
 from jaxtrain.mesh.roles import roles_of
 from jaxtrain.models.description import OF_PAIRS
-from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
+from jaxtrain.nn.local import Local
 
 ROWS, SEQ, EMBED, VOCAB = 4, 12, 6, 32
 SEGMENTS = np.array(

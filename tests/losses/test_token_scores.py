@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.losses import HeadConfig
 from jaxtrain.losses.token_scores import MARKS, TokenScores
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 
 ROWS, SEQ, EMBED, VOCAB, PADDED = 3, 8, 4, 11, 16
 

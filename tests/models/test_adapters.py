@@ -21,7 +21,7 @@ from jaxtrain.models.adapters import (
     row,
 )
 from jaxtrain.models.build import build_model
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.nn.remat import REMAT
 from jaxtrain.nn.stack import LayerLoop
@@ -58,8 +58,8 @@ def test_small_changes_are_not_rounded_away_in_bf16(way: str) -> None:
         def multiply(self, x: Any, weight: Any) -> Any:
             return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
 
-        def row(self, x: Any, weight: Any, *beside: Any) -> Any:
-            return sum((self.multiply(*p) for p in beside), start=self.multiply(x, weight))
+        def row(self, x: Any, weight: Any, adapter: Any = None) -> Any:
+            return self.multiply(x, weight) + self.multiply(*self.adapter_pair(x, adapter))
 
     comm = Exact(jnp.bfloat16)
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.attention.rotary.scaling import LinearScaling, LongRope, Yarn
 from jaxtrain.moe.router import Capacity
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import build, put_together, take_apart
 from jaxtrain.nn.norm import LayerNorm, RMSNorm
 from jaxtrain.nn.stack import LayerLoop

@@ -14,7 +14,7 @@ from flax import nnx
 import jaxtrain
 from jaxtrain.attention.rotary.rope import Rope, tables
 from jaxtrain.attention.rotary.scaling import Yarn
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import build, put_together, take_apart
 from jaxtrain.nn.param import Initialisation
 from jaxtrain.transformer.latent import LatentAttention, LatentAttentionConfig

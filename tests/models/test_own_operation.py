@@ -28,7 +28,7 @@ from jaxtrain.experiment.fine_tuning import FineTuning, LoRA
 from jaxtrain.models.adapters import column, row
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.models.layered import stacked_blocks
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.param import normal
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.operations.block import chain

@@ -16,7 +16,7 @@ import jaxtrain
 from jaxtrain.models.adapters import Adapters, adapter_places, merge_adapters
 from jaxtrain.models.build import build_model
 from jaxtrain.moe import SigmoidRouter
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.quantization.crossing import each
 from jaxtrain.transformer import SharedExpert

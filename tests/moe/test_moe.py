@@ -16,8 +16,8 @@ from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_rows, grouped_matmul
 from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, TokenFacts
 from jaxtrain.moe.rows import combine, dispatch, plan_rows
-from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.gspmd import Gspmd
+from jaxtrain.nn.local import Local
 from jaxtrain.transformer.feed_forward import gelu_tanh, silu
 
 EMBED, HIDDEN = 6, 10

@@ -14,11 +14,11 @@ import pytest
 from jaxtrain.moe import BlockLoop, Megablox, TritonBlocks
 from jaxtrain.moe.layer import plan_rows
 from jaxtrain.moe.narrow import grouped_matmuls
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.quantization import Delayed, Fp8Products, Int8Products
 from jaxtrain.quantization.delayed import SCALES, entry
 from jaxtrain.quantization.formats import Format
-from jaxtrain.quantization.products import differentiated
+from jaxtrain.quantization.weights import differentiated
 
 TRITON = TritonBlocks(largest_block=32, columns=32, depth=16, interpret=True)
 MEGABLOX = Megablox(tile=(128, 128, 128), interpret=True)

@@ -21,9 +21,9 @@ from jaxtrain.collectives.rows import Padded, Ragged
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.roles import Roles, roles_of
 from jaxtrain.mesh.sharding import fsdp, place, tensor
-from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
 from jaxtrain.nn.gspmd import Gspmd
+from jaxtrain.nn.local import Local
 
 AXES = ("data", "fsdp", "tensor")
 SIZES = {"data": 1, "fsdp": 2, "tensor": 4}

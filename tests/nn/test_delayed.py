@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.quantization import Delayed, Fp8Products
 from jaxtrain.quantization.delayed import (
     FIRST,
@@ -23,7 +23,7 @@ from jaxtrain.quantization.delayed import (
     seen,
 )
 from jaxtrain.quantization.formats import E4M3, E5M2, Format
-from jaxtrain.quantization.products import differentiated, standing_for
+from jaxtrain.quantization.weights import differentiated, standing_for
 
 FORMS = {"x": E4M3, "w": E4M3, "dy": E5M2}
 TYPES = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.communicator import Adapter
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.remat import REMAT, remat
 from jaxtrain.quantization import Fp8Products, Int8Products
 from jaxtrain.quantization.formats import (
@@ -25,15 +26,12 @@ from jaxtrain.quantization.formats import (
 )
 from jaxtrain.quantization.products import (
     MOST_TERMS,
-    QuantizedWeight,
-    Ways,
     column,
-    differentiated,
     product,
     product_of_numbers,
     row,
-    standing_for,
 )
+from jaxtrain.quantization.weights import QuantizedWeight, Ways, differentiated, standing_for
 
 FORMATS = (E4M3, E5M2, INT8)
 PRODUCTS = (Fp8Products(), Int8Products())
@@ -156,6 +154,51 @@ def test_products_and_their_gradients_are_those_of_the_rounded_operands(products
     for found, right in zip((y, dx, dw), wanted, strict=True):
         assert np.abs(found - right).max() < 1e-5 * np.abs(right).max()
     assert not dv.any()
+
+
+@pytest.mark.parametrize("products", PRODUCTS, ids=lambda p: type(p).__name__)
+def test_adapters_multiply_the_rounded_operands(products) -> None:
+    """In fp64 of what NumPy rounds, A and B themselves not. By column x alone is rounded for A; by
+    row also dy, of which gradients of A and B are made."""
+    x, w, a = drawn(TOKENS, K), drawn(K, COLUMNS, seed=1), drawn(K, 3, seed=2)
+    b, scale = drawn(3, COLUMNS, seed=3), 0.375
+    dy, dz = 1e-3 * drawn(TOKENS, COLUMNS, seed=4), 20 * drawn(TOKENS, 3, seed=5)
+    comm, (weight,) = quantised(products, w)
+    rx, rw = (value(reference(each, products.forward)) for each in (x, w))
+    rdy = value(reference(dy, products.backward))
+
+    def close(found, wanted):
+        for one, right in zip(found, wanted, strict=True):
+            assert np.abs(one - right).max() < 1e-5 * np.abs(right).max()
+
+    def columns(x, moved, a):
+        return comm.column(x, standing_for(weight, moved), a)
+
+    moved = differentiated(weight)
+    ys, back = jax.vjp(columns, jnp.asarray(x), moved, jnp.asarray(a))
+    gradients = back((jnp.asarray(dy), jnp.asarray(dz)))
+    close(ys, [rx @ rw, rx @ a])
+    close(gradients, [rdy @ rw.T + dz @ a.T, rx.T @ rdy, rx.T @ dz])
+
+    def one_row(x, moved, a, b):
+        return comm.row(x, standing_for(weight, moved), Adapter(a, b, scale))
+
+    y, back = jax.vjp(one_row, jnp.asarray(x), moved, jnp.asarray(a), jnp.asarray(b))
+    change, dchange = rx @ a * scale, rdy @ b.T * scale
+    close([y], [rx @ rw + change @ b])
+    wanted = [rdy @ rw.T + dchange @ a.T, rx.T @ rdy, rx.T @ dchange, change.T @ rdy]
+    close(back(jnp.asarray(dy)), wanted)
+
+
+def test_adapters_beside_8_bits_stay_in_the_compute_dtype() -> None:
+    comm = Local(jnp.bfloat16, quantized=Fp8Products(), products=frozenset({"w"}))
+    drawn_as = lambda *shape: jnp.asarray(drawn(*shape), jnp.bfloat16)  # noqa: E731
+    x, a, b = drawn_as(TOKENS, K), drawn_as(K, 3), drawn_as(3, COLUMNS)
+    weight = comm.fetch({"w": drawn_as(K, COLUMNS)}, "")["w"]
+    y, back = jax.vjp(lambda x, a, b: comm.row(x, weight, Adapter(a, b, 2.0)), x, a, b)
+    ys, back_columns = jax.vjp(lambda x, a: comm.column(x, weight, a), x, a)
+    made = (y, *back(y), *ys, *back_columns(ys))
+    assert {each.dtype for each in made} == {jnp.dtype(jnp.bfloat16)}
 
 
 def error_of(x, form):

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.split import SplitLayers
 from jaxtrain.nn.stack import LayerLoop, Layers
+from jaxtrain.quantization import Fp8Products, Int8Products
+from jaxtrain.quantization.recipe import Products
 
 TOKENS, EMBED, HIDDEN, LAYERS = 6, 8, 12, 3
 SHAPES = {
@@ -78,6 +80,36 @@ def test_both_make_what_the_derivative_is(unroll: bool, remat: str) -> None:
     np.testing.assert_allclose(dx, expected_dx, rtol=1e-4, atol=1e-4)
     for name, gradient in {**grads, **weights}.items():
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("products", [Fp8Products(), Int8Products()], ids=lambda p: p.rate)
+@pytest.mark.parametrize(
+    ("unroll", "remat"), [(False, "dots"), pytest.param(True, "full", marks=pytest.mark.slow)]
+)
+def test_both_make_what_the_derivative_in_8_bits_is(
+    unroll: bool, remat: str, products: Products
+) -> None:
+    """And the stash has 8-bit numbers, an input once for all weights that it is multiplied by."""
+    params, x, dy, extras = problem()
+    comm = Local(quantized=products, products=frozenset({*MATRICES, "twice"}))
+    loop = LayerLoop(unroll=unroll, remat=remat)
+    fetch, scatter = (lambda p: comm.fetch(p, "")), (lambda g: comm.scatter(g, ""))
+    split = SplitLayers(Layers(body_of(comm), fetch, scatter, loop), body_of, comm)
+    expected_y, pull_back = jax.vjp(lambda p, x: split.layers(p, x, extras), params, x)
+    expected, expected_dx = pull_back(dy)
+    y, saved = split.forward_with_residuals(params, x, extras)
+    grads, dx, stash = split.backward(saved, params, dy, extras)
+    weights = split.weight_gradients(stash, params)
+    assert weights.keys() == MATRICES and grads.keys() == SHAPES.keys() - MATRICES
+    made = {**grads, **weights, "y": y, "dx": dx}
+    for name, right in {**expected, "y": expected_y, "dx": expected_dx}.items():
+        error = np.abs(made[name] - right).max()
+        assert error < 1e-5 * np.abs(right).max(), name
+    numbers = [leaf for leaf in jax.tree.leaves(stash) if leaf.dtype != jnp.float32]
+    kinds = {products.forward.dtype, products.backward.dtype}
+    assert {leaf.dtype.name for leaf in numbers} == kinds
+    of_a_layer = TOKENS * (EMBED + 2 * HIDDEN) + TOKENS * (HIDDEN + EMBED)
+    assert sum(leaf.nbytes for leaf in numbers) == LAYERS * of_a_layer
 
 
 def matmuls(function: Any, *arguments: Any) -> int:

@@ -18,8 +18,8 @@ from jaxtrain.collectives.ring import Ring
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.roles import roles_of
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, place, table, tensor
-from jaxtrain.nn.communicator import Local
 from jaxtrain.nn.explicit import Explicit
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.stack import LayerLoop, Layers
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}

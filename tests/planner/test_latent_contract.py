@@ -99,6 +99,11 @@ CASES = [
         LITE,
         precision=replace(jaxtrain.optim.fp32, products=Int8Products()),
     ),
+    by_hand(
+        "8 bits, zero bubble",
+        staged("zero bubble", FULL),
+        precision=replace(jaxtrain.optim.fp32, products=Fp8Products()),
+    ),
     by_hand("Muon", Layout(CUBE, loop=DOTS), optimizer=jaxtrain.Muon(0.1)),
 ]
 

@@ -30,6 +30,7 @@ from jaxtrain.planner.backward_work import body_work
 from jaxtrain.planner.overhead import flop_facts, overhead
 from jaxtrain.program.collectives import dot_flops
 from jaxtrain.program.text import program_text
+from jaxtrain.quantization import Fp8Products
 from jaxtrain.step.assembly import assemble
 
 ROOT = Path(__file__).parents[2]
@@ -45,10 +46,20 @@ def small():
     return shrink(jaxtrain.load_experiment(ROOT / "experiments" / "stdlib_lm.py"), devices=8)
 
 
-def assembled(small, axes, pipeline, layers, loop=NOTHING, microbatches=4, experts=False, **beside):
+def assembled(
+    small,
+    axes,
+    pipeline,
+    layers,
+    loop=NOTHING,
+    microbatches=4,
+    experts=False,
+    narrow=False,
+    **beside,
+):
     """`beside`: blocks before and behind the pipeline. The reference kernel skips no score, and
     keeps what autodiff needs: its products are those that are counted. experts: in the pipeline's
-    blocks."""
+    blocks. narrow: products are in 8 bits."""
     e = experiment_on(small, Layout(axes, microbatches=microbatches))
     (block,) = e.model.period
     if experts:
@@ -57,7 +68,9 @@ def assembled(small, axes, pipeline, layers, loop=NOTHING, microbatches=4, exper
     parts = {part: (block,) * count for part, count in beside.items()}
     model = replace(e.model, layers=layers + sum(beside.values()), **parts)
     execution = replace(e.execution, pipeline=pipeline, loop=loop, attention=Reference())
-    e = replace(e, model=model, execution=execution)
+    products = Fp8Products() if narrow else None
+    precision = replace(e.precision, products=products)
+    e = replace(e, model=model, execution=execution, precision=precision)
     return assemble(e, jaxtrain.mesh_from_axes(**dict(axes)))
 
 
@@ -90,6 +103,8 @@ CASES = [
     case("GPipe of four", FOUR, GPIPE, 8, NOTHING, 8),
     case("interleaved, residuals", TWO, keeping(INTERLEAVED), 6, ALL),
     case("interleaved, split", CUBE, INTERLEAVED, 12, LayerLoop(), 2),
+    case("zero bubble, 8 bits", TWO, ZERO_BUBBLE, 2, LOOPED, marks=(), narrow=True),
+    case("zero bubble, 8 bits, dots", TWO, ZERO_BUBBLE, 2, DOTS, marks=BY_HAND, narrow=True),
     case("zero bubble, dots", TWO, ZERO_BUBBLE, 2, DOTS, marks=BY_HAND),
     case(
         "zero bubble, two chunks",
@@ -232,6 +247,7 @@ def test_b_computes_again_what_it_reads_itself_and_not_what_w_does() -> None:
         facts: Any = SimpleNamespace(
             model=SimpleNamespace(blocks={"b.": block}),
             narrow=False,
+            scaling=None,
             sequence=None,
             leaves=leaves,
             loop=SimpleNamespace(remat="full"),

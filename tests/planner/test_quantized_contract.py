@@ -13,11 +13,15 @@ from programs import held, lowered
 import jaxtrain
 from jaxtrain.certificate.layouts import Layout, experiment_on
 from jaxtrain.certificate.shrink import shrink
+from jaxtrain.experiment.fine_tuning import FineTuning, LoRA
 from jaxtrain.mesh.hardware import CHIPS, LINKS
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.moe import BlockLoop, TritonBlocks
+from jaxtrain.operations.block import chain
+from jaxtrain.operations.flows import gradient_flows
 from jaxtrain.planner.arithmetic import asked_flops
 from jaxtrain.planner.assembled import facts_of
+from jaxtrain.planner.backward_work import body_work
 from jaxtrain.planner.overhead import overhead
 from jaxtrain.planner.seconds import step_seconds
 from jaxtrain.planner.traffic import step_traffic
@@ -49,11 +53,22 @@ LAYOUTS: list[tuple[Layout, dict[str, int]]] = [
     (PIPED._replace(axes=(("data", 2), ("stage", 2), ("tensor", 2)), mode="explicit, ring",
                     periods=None, loop=PLAIN), BESIDE),
 ]  # fmt: skip
+SPLIT = Layout((("stage", 2), ("tensor", 2)), microbatches=2, periods=2, pipeline="zero bubble",
+               packing=False, loop=FULL)  # fmt: skip
+LAYOUTS += [
+    (PIPED._replace(pipeline="zero bubble", microbatches=4, loop=loop), {})
+    for loop in (FULL, KEPT, DOTS, PLAIN)
+] + [
+    (PIPED._replace(pipeline="zero bubble, 2 chunks, residuals", mode="explicit, ring",
+                    microbatches=4, loop=DOTS), {}),
+    (PIPED._replace(pipeline="zero bubble", microbatches=4, periods=None, loop=PLAIN), BESIDE),
+]  # fmt: skip
 SHOWN = (Layout(CUBE, "explicit, ring", loop=DOTS), {})
 DELAYED = [
     (Layout(CUBE, loop=FULL), {}),
     (Layout(CUBE, "explicit, ring", "fsdp, reduced once", loop=PLAIN), BESIDE),
     (PIPED._replace(periods=None, loop=DOTS), BESIDE),
+    (PIPED._replace(pipeline="zero bubble", microbatches=4, loop=FULL), {}),
 ]
 
 
@@ -101,6 +116,94 @@ def test_with_delayed_scales_no_greatest_magnitude_is_sent(
     assert not any("greatest" in each.why and "logit" not in each.why for each in traffic)
 
 
+ALONE = dict(layers=1)
+KEYS = Layout((("data", 2), ("context", 2), ("tensor", 2)), context="gathered keys", loop=PLAIN)
+MATRICES = ("*.query", "*.key", "*.value", "*.out", "*.up", "*.gate", "*.down")
+TUNED: list[tuple[Layout, dict[str, int], Any, FineTuning]] = [
+    (Layout(CUBE, loop=PLAIN), ALONE, Fp8Products(),
+     FineTuning(lora=LoRA(2, targets=("*.query",)), trainable=("*.key",))),
+    (Layout(CUBE, "explicit, ring", loop=DOTS), ALONE, Fp8Products(Delayed()),
+     FineTuning(lora=LoRA(2, targets=("*.down",)))),
+    (Layout(CUBE, loop=PLAIN), ALONE, Fp8Products(), FineTuning(lora=LoRA(2))),
+    (KEYS, ALONE, Fp8Products(), FineTuning(trainable=("*.query",))),
+    (KEYS, ALONE, Fp8Products(), FineTuning(lora=LoRA(2, targets=("*.query",)))),
+    (Layout(CUBE, loop=FULL), {}, Fp8Products(), FineTuning(lora=LoRA(2, targets=MATRICES))),
+    (Layout(CUBE, loop=FULL), {}, Fp8Products(Delayed()), FineTuning(lora=LoRA(2))),
+    (Layout(CUBE, loop=FULL), BESIDE, Int8Products(),
+     FineTuning(lora=LoRA(2, targets=("suffix.*.query",)))),
+    (Layout(CUBE, "explicit, ring", "fsdp, reduced once", loop=PLAIN), BESIDE,
+     Fp8Products(Delayed()), FineTuning(lora=LoRA(2, targets=MATRICES))),
+    (Layout(CUBE, loop=KEPT), {}, Int8Products(),
+     FineTuning(lora=LoRA(2, targets=("*.out", "*.down")))),
+    (Layout(CUBE, loop=PLAIN), {}, Fp8Products(),
+     FineTuning(lora=LoRA(2, targets=("*.up",)), trainable=("*.down",))),
+    (Layout(CUBE, loop=PLAIN), {}, Fp8Products(Delayed()), FineTuning(trainable=("*.up",))),
+    (PIPED._replace(loop=FULL), {}, Fp8Products(), FineTuning(lora=LoRA(2, targets=MATRICES))),
+    (PIPED._replace(pipeline="GPipe, residuals", loop=DOTS), {}, Fp8Products(Delayed()),
+     FineTuning(lora=LoRA(2))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts", "products", "tuning"),
+    [*TUNED[:4], *(pytest.param(*case, marks=by_hand) for case in TUNED[4:])],
+    ids=name_of,
+)
+def test_the_contract_is_kept_where_8_bit_matrices_are_frozen(
+    layout: Layout, counts: dict[str, int], products: Any, tuning: FineTuning
+) -> None:
+    """Adapters' gradients need what a product sends; scales of gradients only those of a row-split
+    matrix do. Those of the moment are of all outputs of a product together, also if one matrix is
+    trained. Delayed scales see the gradients of all products of a trained block."""
+    given = replace(assembled(layout, products, **counts).experiment, fine_tuning=tuning)
+    found = held(assemble(given, jaxtrain.mesh_from_axes(**dict(layout.axes))))
+    assert found.lines and not found.broken, "\n".join(map(str, found.broken))
+
+
+@pytest.mark.parametrize("policy", [FULL, DOTS])
+def test_delayed_scales_see_gradients_as_if_all_matrices_were_trained(policy: str) -> None:
+    """Of a block with any trained leaf. Its inputs are recomputed too, which the scales see, but
+    they are not gathered for gradients of frozen matrices."""
+    layout, works = Layout(CUBE, loop=policy), []
+    everything = assembled(layout, Fp8Products(Delayed())).experiment
+    for trained in (MATRICES, ("*.gate",), ("*.down",)):
+        given = replace(everything, fine_tuning=FineTuning(trainable=trained))
+        facts = facts_of(assemble(given, jaxtrain.mesh_from_axes(**dict(CUBE))))
+        works.append(body_work(facts, [*facts.model.stacked], below=False))
+    whole, *partly = works
+    assert len(whole.leaf_gradients) == 2, "of query, key and value; of gate and up"
+    for work, gathers in zip(partly, (1, 0), strict=True):
+        unsent = dict(leaf_gradients=(), maxima=())
+        assert work._replace(**unsent) == whole._replace(**unsent)
+        assert work.leaf_gradients == whole.leaf_gradients[:gathers]
+
+
+def test_a_scale_alone_makes_a_flow() -> None:
+    """Of gradients down to a product that has nothing trained."""
+    nodes = chain((assembled(Layout(CUBE)).described.period[0],), narrow=True)
+    seen = dict(observes=lambda node: "mlp.gate" in node.leaves)
+    flows = gradient_flows(nodes, lambda *_: False, below=False, traded=False, **seen)
+    product = next(number for number, node in enumerate(nodes) if "mlp.gate" in node.leaves)
+    assert flows[product] and not flows[product].own and not any(flows[:product])
+    assert all(flows[number].inputs for number, n in enumerate(nodes) if product in n.inputs)
+
+
+def test_frozen_matrices_need_no_scales_of_gradients_but_for_what_is_below_them() -> None:
+    """Numbers in the all-reduces of gradients' greatest magnitudes, of one layer of which nothing
+    below is trained."""
+    found = {}
+    for name in ("query", "out", "gate"):
+        tuning = FineTuning(lora=LoRA(2, targets=(f"*.{name}",)))
+        given = assembled(Layout(CUBE, loop=PLAIN), **ALONE).experiment
+        assembly = assemble(
+            replace(given, fine_tuning=tuning, microbatches=1),
+            jaxtrain.mesh_from_axes(**dict(CUBE)),
+        )
+        sent = [s for s in step_traffic(facts_of(assembly)) if s.why == "greatest gradients"]
+        found[name] = sorted(s.buffer_bytes // 4 for s in sent for _ in range(s.count))
+    assert found == {"query": [1, 1, 2], "out": [1, 1, 2], "gate": [1]}
+
+
 MIXTURES = [
     (Layout(CUBE, loop=PLAIN), {}, Int8Products()),
     (Layout(CUBE, loop=FULL), {}, Fp8Products()),
@@ -115,6 +218,9 @@ MIXTURES = [
     (PIPED._replace(loop=FULL), {}, Fp8Products()),
     (PIPED._replace(pipeline="GPipe, residuals", loop=DOTS), {}, Fp8Products()),
     (PIPED._replace(periods=None, loop=PLAIN), BESIDE, Fp8Products()),
+    (PIPED._replace(pipeline="zero bubble", microbatches=4, loop=FULL), {}, Fp8Products()),
+    (PIPED._replace(pipeline="zero bubble", microbatches=4, loop=DOTS), {},
+     Fp8Products(Delayed())),
 ]  # fmt: skip
 
 
@@ -150,6 +256,15 @@ def sent(assembly: Assembly, part: str, kind: str = "all-gather") -> Counter[str
         if part in each.why and each.kind == kind:
             found[each.dtype] += each.count * each.buffer_bytes
     return found
+
+
+@pytest.mark.parametrize("products", [Int8Products(), Fp8Products(Delayed())], ids=str)
+def test_the_contract_is_kept_where_w_multiplies_in_8_bits(products: Any) -> None:
+    """It gathers a byte for each number of products' inputs and of their outputs' gradients."""
+    assembly = assembled(SPLIT, products)
+    found, gathered = held(assembly), sent(assembly, "products, for weight gradients")
+    assert found.lines and not found.broken, "\n".join(map(str, found.broken))
+    assert set(gathered) == {"uint8"}
 
 
 def test_weights_and_tokens_are_gathered_a_byte_each() -> None:

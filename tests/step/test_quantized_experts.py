@@ -76,7 +76,25 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], str]] = [
         {"fsdp": 2},
         "along experts, over fsdp",
     ),
+    (
+        {"fine_tuning": jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, targets=("*.mlp.*", "*.out")))},
+        {},
+        r"experts' matrices \S+mlp.gate, \S+mlp.up, \S+mlp.down can have no adapter in 8 bits; use "
+        r"targets=\('period.0.attention.out', 'period.0.mlp.router'\), or products=None",
+    ),
 ]
+
+
+def test_other_matrices_beside_experts_in_8_bits_have_adapters(
+    mixture: jaxtrain.Experiment,
+) -> None:
+    targets = ("period.0.attention.out", "period.0.mlp.router")
+    tuning = jaxtrain.FineTuning(lora=jaxtrain.LoRA(2, targets=targets))
+    given = replace(mixture, fine_tuning=tuning, precision=PRECISIONS["fp8"])
+    adapted = assemble(given, jaxtrain.mesh_from_axes()).places
+    assert {name for name in adapted if "lora" in name} == {
+        f"{target}_lora_{end}" for target in targets for end in "ab"
+    }
 
 
 @pytest.mark.parametrize(("fields", "axes", "words"), REFUSED)

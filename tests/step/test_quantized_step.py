@@ -33,10 +33,15 @@ PRECISIONS = {
 RINGS = Collectives(Ring(), Ring(), Ring(1))
 SCANNED = LayerLoop(unroll=False, remat="full")
 CUBE = {"data": 2, "fsdp": 2, "tensor": 2}
+ZERO_BUBBLE = Pipeline("zero_bubble")
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "cube, rings": (CUBE, {"collectives": RINGS, "loop": SCANNED}),
     "gspmd": ({"fsdp": 2, "tensor": 2}, {"mode": "gspmd"}),
     "stages": ({"fsdp": 2, "stage": 2, "tensor": 2}, {}),
+    "zero bubble": (
+        {"fsdp": 2, "stage": 2, "tensor": 2},
+        {"pipeline": ZERO_BUBBLE, "loop": LayerLoop(remat="dots")},
+    ),
 }
 """Every axis that splits a tensor, by each way that operands come together."""
 SLOW = {
@@ -48,6 +53,10 @@ SLOW = {
     "tensor": ({"tensor": 2}, {}),
     "gathered once": ({"fsdp": 2, "tensor": 2}, {"loop": LayerLoop(remat="dots_and_attention")}),
     "stages, rings": ({"data": 2, "stage": 2, "tensor": 2}, {"collectives": RINGS}),
+    "zero bubble, rings": (
+        {"data": 2, "stage": 2, "tensor": 2},
+        {"collectives": RINGS, "loop": SCANNED, "pipeline": replace(ZERO_BUBBLE, save="residuals")},
+    ),
 }
 
 
@@ -76,7 +85,7 @@ def one_device(opened: Any, experiment: Any, name: str) -> Any:
     return ONE[key]
 
 
-SHOWN = [("gspmd", "delayed"), ("stages", "int8"), ("cube, rings", "delayed")]
+SHOWN = [("gspmd", "delayed"), ("zero bubble", "int8"), ("cube, rings", "delayed")]
 ALL = [(k, name) for k in (*LAYOUTS, *SLOW) for name in PRECISIONS]
 CASES = [
     *SHOWN[:2],
@@ -104,6 +113,32 @@ def test_a_run_in_8_bits_is_the_same_on_every_mesh(
     np.testing.assert_allclose(moved, params, rtol=0, atol=2e-5)
     assert after.keys() == scales.keys() and bool(scales) == (name == "delayed")
     assert all(np.array_equal(after[k], leaf) for k, leaf in scales.items())
+
+
+EVERY = jaxtrain.LoRA(2, targets=("*.attention.*", "*.mlp.*"))
+ADAPTED = [("zero bubble", "fp8"), ("gspmd", "int8"), ("stages", "fp8"), ("cube, rings", "delayed")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [ADAPTED[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ADAPTED[1:])],
+)
+def test_adapters_beside_8_bits_are_trained_the_same_on_every_mesh(
+    stack: jaxtrain.Experiment, opened: Any, layout: str, name: str
+) -> None:
+    """And otherwise than beside fp32's products. All matrices of their layers have one, and two are
+    trained themselves."""
+    tuning = jaxtrain.FineTuning(lora=EVERY, trainable=("*.query", "*.down"))
+    experiment = replace(stack, precision=PRECISIONS[name], fine_tuning=tuning)
+    losses, params, scales = run(opened, experiment, {}, {})
+    found, moved, after = run(opened, experiment, *LAYOUTS[layout])
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    np.testing.assert_allclose(moved, params, rtol=0, atol=2e-5)
+    assert all(np.array_equal(after[k], leaf) for k, leaf in scales.items())
+    wide, without, _ = run(opened, replace(experiment, precision=fp32), {}, {})
+    least = 1e-6 if name == "int8" else 1e-5
+    assert least < np.abs(losses / wide - 1).max() < 1e-3
+    assert 1e-4 < np.abs(params - without).max() < 0.2
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -206,31 +241,6 @@ def test_frozen_matrices_are_multiplied_by_in_8_bits(
     assert stepped(session)["loss"] != stepped(wide)["loss"]
     assert np.array_equal(session.state.params["period.0.attention.query"], kept)
     assert not np.array_equal(session.state.params["period.0.mlp.up"], moved)
-
-
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
-    "adapters": (
-        {"fine_tuning": jaxtrain.FineTuning(lora=jaxtrain.LoRA(rank=2))},
-        {"data": 1},
-        r"products=Fp8Products\(.*\) and fine_tuning.lora=.* use products=None, or lora=None",
-    ),
-    "W": (
-        {"execution": jaxtrain.Execution(pipeline=Pipeline("zero_bubble")), "microbatches": 4},
-        {"stage": 2},
-        r"the schedule has W, .* use schedule='one_f_one_b', or products=None",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_products_in_8_bits_cannot_do_is_refused(
-    blocks: jaxtrain.Experiment, what: str
-) -> None:
-    fields, axes, message = REFUSED[what]
-    given, mesh = replace(blocks, **fields), jaxtrain.mesh_from_axes(**axes)
-    assemble(given, mesh)
-    with pytest.raises(ValueError, match=message):
-        assemble(replace(given, precision=jaxtrain.optim.fp8), mesh)
 
 
 def test_a_model_that_does_not_describe_itself_has_no_such_products(

@@ -14,7 +14,7 @@ import jaxtrain
 from jaxtrain.attention.kernels import Reference
 from jaxtrain.data import BigramChain
 from jaxtrain.mesh.sharding import ShardingRules, table
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.step.assembly import assemble
 
 SPLIT = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}

@@ -19,7 +19,7 @@ from jaxtrain import FineTuning, FromHuggingFace, LoRA, cli
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.experiment import config_of, load_experiment
 from jaxtrain.experiment.stored import stored_field
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.step.layer_order import params_in_natural_order
 from jaxtrain.weights.loading import load, static_of

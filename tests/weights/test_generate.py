@@ -21,7 +21,7 @@ from jaxtrain.data import ByteTokenizer
 from jaxtrain.experiment.evaluation import LEAST_TEMPERATURE, LONGEST_SAMPLE
 from jaxtrain.losses.cross_entropy import logits
 from jaxtrain.mesh.mesh import make_mesh
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.scores import Alibi

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tiny_families import abstract
 
-from jaxtrain.nn.communicator import Local
+from jaxtrain.nn.local import Local
 from jaxtrain.nn.module import put_together
 from jaxtrain.transformer.decoder import DecoderConfig
 
