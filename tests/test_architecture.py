@@ -17,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxtrain"
 
 LAYERS = {
+    "arrays": 0,
     "notices": 0,
     "overlap": 0,
     "program": 0,
@@ -340,6 +341,20 @@ def test_a_class_has_a_name_of_its_own():
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(path)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_an_alias_has_one_meaning():
+    """Of types; type variables aside, which are a module's own, and names of classes."""
+    places: dict[str, list[str]] = {}
+    for path, tree, _ in modules(ROOT):
+        for node in tree.body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if not isinstance(target, ast.Name) or isinstance(node.value, ast.Call):
+                continue
+            if target.id[0].isupper() and not target.id.isupper():
+                places.setdefault(target.id, []).append(path)
+    assert len(places) > 100, "aliases are found"
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxtrain
-from jaxtrain import cli
+from jaxtrain import cli, violations
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.experiment import config_of, with_fields
 from jaxtrain.huggingface.config import family_and_fields
@@ -285,3 +289,33 @@ def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
     said = command.stderr.read()
     command.stderr.close()
     assert (command.wait(), said) == (141, "")
+
+
+NUMBERS: dict[str, tuple[Callable[[str, Any], list[str]], Any, str]] = {
+    "a count": (violations.count, np.int64(8), "8"),
+    "a count of JAX": (violations.count, jnp.int32(3), "3"),
+    "a power of two": (violations.power_of_two, np.uint8(4), "4"),
+    "a fraction": (violations.fraction, np.float32(0.1), "0.1"),
+    "a rate": (violations.positive, np.float16(0.25), "0.25"),
+    "a share": (violations.ratio, jnp.float32(1), "1.0"),
+    "a least number": (partial(violations.at_least, least=2), np.int8(2), "2"),
+    "a flag": (violations.flag, np.True_, "True"),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_a_number_of_another_library_is_told_as_pythons(what: str) -> None:
+    """Where that keeps the rule; else the rule is told."""
+    check, number, remedy = NUMBERS[what]
+    (said,) = check("n", number)
+    assert said == f"n={number!r} is not of a type of Python's own; use n={remedy}"
+    assert check("n", literal_eval(remedy)) == []
+    (said,) = check("n", np.float32(-1))
+    assert said.startswith(f"n={np.float32(-1)!r} must ")
+
+
+def test_a_field_takes_pythons_numbers() -> None:
+    """Those alone can be read again from a config."""
+    with pytest.raises(ValueError, match=r"batch=.+ is a int64; use int\(\.\.\.\) of it$"):
+        replace(EXPERIMENT, batch=np.int64(8))
+    assert replace(EXPERIMENT, batch=int(np.int64(8))).batch == 8

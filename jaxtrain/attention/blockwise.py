@@ -18,10 +18,8 @@ from jaxtyping import Array, Shaped
 from jaxtrain.attention.documents import Located, ScoreInputs, documents_of
 from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Queries, Scoring
-from jaxtrain.attention.tiling import Tiling, backward, fetching_scan, forward, full
+from jaxtrain.attention.tiling import ArrayTuple, Tiling, backward, fetching_scan, forward, full
 from jaxtrain.collectives.vary import Index
-
-ArrayTuple = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)

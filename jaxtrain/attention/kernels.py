@@ -28,6 +28,9 @@ from jaxtrain.attention.triton import Triton
 from jaxtrain.collectives.vary import varying_axes
 from jaxtrain.scores.function import ScoreFunction, dense
 
+Attend = Callable[..., jax.Array]
+"""(q, k, v, starts) -> o; a `SelfAttention` where rows are split, which gets more arguments."""
+
 AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, Any, Scoring], Attended]
 
 CPU_BLOCKS = Blockwise(query_block=64, key_block=512, chunk_bytes=2**20)

@@ -34,7 +34,7 @@ ROUNDS = 5
 LEAVES = 24
 
 State = dict[str, jax.Array]
-Template = dict[str, jax.ShapeDtypeStruct]
+StateTemplate = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Way(Protocol):
 
     def wait(self) -> None: ...
 
-    def restore(self, step: int, template: Template) -> State: ...
+    def restore(self, step: int, template: StateTemplate) -> State: ...
 
     def close(self) -> None: ...
 
@@ -224,7 +224,7 @@ class _Ours:
     def wait(self) -> None:
         self.manager.wait()
 
-    def restore(self, step: int, template: Template) -> State:
+    def restore(self, step: int, template: StateTemplate) -> State:
         return self.manager.restore(step, template)[0]
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class _Orbax:
     def wait(self) -> None:
         self.manager.wait_until_finished()
 
-    def restore(self, step: int, template: Template) -> State:
+    def restore(self, step: int, template: StateTemplate) -> State:
         import orbax.checkpoint as ocp
 
         return self.manager.restore(step, args=ocp.args.StandardRestore(template))
@@ -274,7 +274,7 @@ class _Numpy:
     def wait(self) -> None:
         pass
 
-    def restore(self, step: int, template: Template) -> State:
+    def restore(self, step: int, template: StateTemplate) -> State:
         with self.path.open("rb") as file:
             loaded = {name: np.load(file) for name in self.names}
         return {k: jax.device_put(v, template[k].sharding) for k, v in loaded.items()}

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.bench.pipeline_costs import runs_of, ticks_of, without_ticks
 from jaxtrain.data import BigramChain
@@ -68,7 +69,6 @@ PASSES = (1, 4)
 """Passes of a program of costs over its tables. The difference of both times is ticks alone,
 without what is done once."""
 
-Arrays = dict[str, Any]
 Program = Callable[[], Any]
 Key = tuple[Pipeline, int]
 """A step: its schedule and its microbatches."""
@@ -147,7 +147,7 @@ class _Machine:
 
         return {passes: following(passes) for passes in PASSES}
 
-    def _batch(self, assembly: Assembly) -> Arrays:
+    def _batch(self, assembly: Assembly) -> Leaves:
         e = assembly.experiment
         placed = assembly.placed(self.dataset, self.mesh, e.microbatches)
         return placed.rows(row_numbers(e.batch)(0))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.mesh.axes import STAGE
 from jaxtrain.mesh.sharding import partition_spec
@@ -24,7 +24,7 @@ from jaxtrain.models.stage import ModelStage
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.pipeline.slots import SlotTables, training
-from jaxtrain.pipeline.tick import At, Carry, OnDevice, Trees
+from jaxtrain.pipeline.tick import Carry, OnDevice, StageWork, Trees
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.communicators import explicit_communicator
 from jaxtrain.step.mean_gradients import make_reduction
@@ -33,24 +33,23 @@ from jaxtrain.step.pipeline import executor_of, on_device
 FILL = 1.0
 """Value of buffers, not zero: arithmetic on zeros may be skipped."""
 
-Arrays = dict[str, Any]
 WORK = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 class _Empty(ModelStage):
     """A stage without layers: only the work before and behind the pipeline remains of a step."""
 
-    def forward(self, chunk: Arrays, x: jax.Array, work: At) -> jax.Array:
+    def forward(self, chunk: Leaves, x: jax.Array, work: StageWork) -> jax.Array:
         return x
 
     def forward_with_residuals(
-        self, chunk: Arrays, x: jax.Array, work: At
+        self, chunk: Leaves, x: jax.Array, work: StageWork
     ) -> tuple[jax.Array, PyTree]:
         return x, ()
 
     def backward(
-        self, saved: PyTree, chunk: Arrays, dy: jax.Array, work: At
-    ) -> tuple[Arrays, jax.Array, PyTree]:
+        self, saved: PyTree, chunk: Leaves, dy: jax.Array, work: StageWork
+    ) -> tuple[Leaves, jax.Array, PyTree]:
         return {}, dy, ()
 
 
@@ -70,7 +69,7 @@ def ticks_of(assembly: Assembly, mesh: jax.sharding.Mesh, kind: str) -> Callable
     comm = explicit_communicator(assembly, reduction)
     axes = tuple(assembly.sizes)
 
-    def local(params: Arrays, batch: Arrays, passes: Index) -> jax.Array:
+    def local(params: Leaves, batch: Leaves, passes: Index) -> jax.Array:
         params, batch, scale = jax.tree.map(
             lambda x: vary(x, axes), (params, batch, jnp.float32(1.0))
         )

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from jaxtrain.bench.step import Command
+from jaxtrain.bench.step import ProcessCommand
 
 POLL_S = 0.1
 LAST_LINES = 20
 
 
 def answers(
-    commands: Sequence[Command], *, silent_s: float, limit_s: float = math.inf
+    commands: Sequence[ProcessCommand], *, silent_s: float, limit_s: float = math.inf
 ) -> Iterator[list[dict[str, Any]]]:
     """Starts Python with each of the commands, and yields one JSON line of each whenever all have a
     new one.

@@ -31,7 +31,7 @@ WARMUP = 3
 """Untimed steps after the first."""
 LOOP, SAME_ENVIRONMENT = "plain loop", "plain loop in our environment"
 
-Command = tuple[Sequence[str], Mapping[str, str]]
+ProcessCommand = tuple[Sequence[str], Mapping[str, str]]
 """Python's arguments, and the environment."""
 
 
@@ -166,7 +166,7 @@ def bench_step(
     ours, plain = environment(spec, os.environ), plain_environment(spec, os.environ)
     comparisons = []
     for precision in precisions:
-        commands: dict[str, Command] = {
+        commands: dict[str, ProcessCommand] = {
             mode: (
                 arguments_of(experiment, spec, mode=mode, precision=precision, settings=settings),
                 ours,
@@ -222,7 +222,7 @@ def plain_environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, s
     return env if tunables is None else env | {"GLIBC_TUNABLES": tunables}
 
 
-def take_turns(commands: Mapping[str, Command], *, steps: int) -> dict[str, Measurement]:
+def take_turns(commands: Mapping[str, ProcessCommand], *, steps: int) -> dict[str, Measurement]:
     """Runs Python processes with `step_worker`'s protocol, step by step in turn.
 
     Each is started when the earlier ones have ended their first step and wait, so it has the

@@ -19,15 +19,15 @@ from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, Routed
 
-Weights = tuple[Float[Array, "experts _ _"], ...]
-Layer = Callable[[jax.Array, jax.Array, Weights, int], jax.Array]
+ExpertWeights = tuple[Float[Array, "experts _ _"], ...]
+Layer = Callable[[jax.Array, jax.Array, ExpertWeights, int], jax.Array]
 """(x [tokens, embed], router [embed, experts], (gate, up, down), experts a token) -> as x."""
 
 
 def ours(
     x: jax.Array,
     router: jax.Array,
-    weights: Weights,
+    weights: ExpertWeights,
     k: int,
     *,
     kernel: GroupedMatmul | None = None,
@@ -41,7 +41,7 @@ def route(x: jax.Array, router: jax.Array, k: int) -> Routed:
     return ExpertLayer(k, jax.nn.silu).route(x, ExpertLeaves(router, ()))
 
 
-def ragged(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
+def ragged(x: jax.Array, router: jax.Array, weights: ExpertWeights, k: int) -> jax.Array:
     """Rows in the order of experts, without padding, multiplied by `lax.ragged_dot`."""
     gate, up, down = weights
     shares, chosen = route(x, router, k)
@@ -54,7 +54,7 @@ def ragged(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Arr
     return jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
 
 
-def dense(x: jax.Array, router: jax.Array, weights: Weights, k: int) -> jax.Array:
+def dense(x: jax.Array, router: jax.Array, weights: ExpertWeights, k: int) -> jax.Array:
     """The oracle: every token through every expert, those not chosen times zero."""
     gate, up, down = weights
     shares, chosen = route(x, router, k)
@@ -112,7 +112,7 @@ def errors(layer: Layer, shape: ExpertShape, dtype: Any) -> dict[str, float]:
 
 
 def _pulled(
-    layer: Layer, k: int, dy: jax.Array, x: jax.Array, router: jax.Array, weights: Weights
+    layer: Layer, k: int, dy: jax.Array, x: jax.Array, router: jax.Array, weights: ExpertWeights
 ) -> object:
     """Returns the output and the gradients."""
     y, pull = jax.vjp(lambda x, router, weights: layer(x, router, weights, k), x, router, weights)
@@ -121,7 +121,7 @@ def _pulled(
 
 def operands(
     shape: ExpertShape, dtype: Any
-) -> tuple[tuple[jax.Array, jax.Array, Weights], jax.Array]:
+) -> tuple[tuple[jax.Array, jax.Array, ExpertWeights], jax.Array]:
     """x, router and weights; and the cotangent of the output."""
     n, e, h, experts = shape.tokens, shape.embed, shape.hidden, shape.experts
     keys = iter(jax.random.split(jax.random.key(0), 6))

@@ -23,7 +23,7 @@ from jaxtrain.bench_gpu.setting import AttentionShape, Row, Setting, Skipped
 from jaxtrain.bench_gpu.timing import timed
 from jaxtrain.telemetry.flops import AttentionFlops
 
-Arrays = tuple[jax.Array, ...]
+LayerArrays = tuple[jax.Array, ...]
 
 KERNELS: dict[str, AttentionKernel] = {
     "cudnn": Cudnn(),
@@ -79,8 +79,10 @@ def check(
     arrays, do, starts = operands(shape, setting.sizes.mean, packed)
     scoring = Scoring(AttentionMask(window=window), scale=shape.head_dim**-0.5, softcap=None)
 
-    def outputs(kernel: AttentionKernel, starts: jax.Array | None, *arrays: jax.Array) -> Arrays:
-        def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
+    def outputs(
+        kernel: AttentionKernel, starts: jax.Array | None, *arrays: jax.Array
+    ) -> LayerArrays:
+        def both(q: jax.Array, k: jax.Array, v: jax.Array) -> LayerArrays:
             return kernel(q, k, v, starts, scoring)
 
         (o, lse), pull = jax.vjp(both, *arrays)
@@ -112,7 +114,7 @@ def _timed(setting: Setting, kernel: AttentionKernel, shape: AttentionShape, pac
         return kernel(q, k, v, starts, scoring)[0]
 
     @jax.jit
-    def both(starts: jax.Array | None, *arrays: jax.Array) -> Arrays:
+    def both(starts: jax.Array | None, *arrays: jax.Array) -> LayerArrays:
         return jax.vjp(partial(forward, starts), *arrays)[1](do)
 
     one_pass = timed(lambda: forward(starts, *arrays), round_s=sizes.round_s)
@@ -138,7 +140,7 @@ def pairs(shape: AttentionShape, starts: jax.Array | None) -> int:
 
 def operands(
     shape: AttentionShape, mean: int, packed: bool
-) -> tuple[Arrays, jax.Array, jax.Array | None]:
+) -> tuple[LayerArrays, jax.Array, jax.Array | None]:
     """(q, k, v), the cotangent of o, and where documents start (None: rows are whole)."""
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     *arrays, do = (

@@ -37,7 +37,7 @@ from jaxtrain.violations import did_you_mean, raise_violations
 LIMIT_S = 300.0
 """Of a part: one that hangs is ended then."""
 
-Command = Callable[[str], Sequence[str]]
+CommandOf = Callable[[str], Sequence[str]]
 """part -> what its process is started with, after `python`."""
 
 
@@ -64,7 +64,7 @@ def bench_gpu(
     mesh: str | None = None,
     dry_run: bool = False,
     limit_s: float = LIMIT_S,
-    command: Command | None = None,
+    command: CommandOf | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> GpuReport:
     """Measures the parts that `out` lacks, and failed ones; or `parts` (names or groups), again if
@@ -123,7 +123,7 @@ def chosen(selection: Sequence[str] | None) -> list[str]:
     return [part for part in PARTS if any(within(part, name) for name in selection)]
 
 
-def _command(out: Path, mesh: str | None, dry_run: bool) -> Command:
+def _command(out: Path, mesh: str | None, dry_run: bool) -> CommandOf:
     options = [*(["--mesh", str(mesh)] if mesh else []), *(["--dry-run"] if dry_run else [])]
     return lambda part: ["-m", "jaxtrain.bench_gpu.worker", part, str(out.absolute()), *options]
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -41,7 +41,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.certificate.layouts import Layout, layouts
-from jaxtrain.certificate.outcome import STEPS, InitialPrograms, Outcome, Program, program
+from jaxtrain.certificate.outcome import (
+    STEPS,
+    HostArrays,
+    InitialPrograms,
+    Outcome,
+    Program,
+    program,
+)
 from jaxtrain.certificate.routing import Flips, flips
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import Experiment, load_experiment
@@ -65,8 +72,6 @@ gradient that is zero in exact arithmetic (a key bias without RoPE: softmax igno
 rounding alone. Optimizer results of smaller gradients are not compared."""
 ROUNDING = STEPS * 2.0**-24
 """Each step rounds a parameter once: a difference up to this share of its value is ignored."""
-
-Leaves = Mapping[str, np.ndarray]
 
 
 class Difference(NamedTuple):
@@ -351,7 +356,7 @@ def _state(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     return errors
 
 
-def _largest(leaves: Leaves) -> float:
+def _largest(leaves: HostArrays) -> float:
     return max(float(np.max(np.abs(leaf))) for leaf in leaves.values())
 
 

@@ -40,16 +40,16 @@ def factorisation_count(devices: int, axes: int) -> int:
     return count
 
 
-Row = dict[str, Any]
+CoveringRow = dict[str, Any]
 TURNS = 16
 """Number of ways to break ties that are tried."""
 
 
 def covering_array(
     options: Mapping[str, Sequence[Any]],
-    cost: Callable[[list[Row]], Any] = len,
+    cost: Callable[[list[CoveringRow]], Any] = len,
     usual: Sequence[str] = (),
-) -> list[Row]:
+) -> list[CoveringRow]:
     """Returns rows that contain every pair of values of every two options at least once.
 
     Greedy, one row at a time (Cohen et al. 1997, AETG), without randomness: a row starts from the
@@ -62,7 +62,7 @@ def covering_array(
     return min((_with_usual(rows, options, usual) for rows in arrays), key=cost)
 
 
-def _rows(options: Mapping[str, Sequence[Any]], turn: int) -> list[Row]:
+def _rows(options: Mapping[str, Sequence[Any]], turn: int) -> list[CoveringRow]:
     """Returns rows with every pair of values, by one way to break ties: each row prefers values
     `turn` places later than the previous row."""
     names = list(options)
@@ -71,7 +71,7 @@ def _rows(options: Mapping[str, Sequence[Any]], turn: int) -> list[Row]:
         ((a, i), (b, j)) for a, b in combinations(names, 2) for i in index[a] for j in index[b]
     }
     order = {name: number for number, name in enumerate(names)}
-    rows: list[Row] = []
+    rows: list[CoveringRow] = []
     while uncovered:
         begin = turn * len(rows)
 
@@ -92,12 +92,12 @@ def _rows(options: Mapping[str, Sequence[Any]], turn: int) -> list[Row]:
 
 
 def _with_usual(
-    rows: list[Row], options: Mapping[str, Sequence[Any]], usual: Sequence[str]
-) -> list[Row]:
+    rows: list[CoveringRow], options: Mapping[str, Sequence[Any]], usual: Sequence[str]
+) -> list[CoveringRow]:
     """Sets options of `usual` to their first value where other rows have every pair of the present
     value."""
 
-    def pairs(row: Row, name: str) -> list[tuple[str, int, str, int]]:
+    def pairs(row: CoveringRow, name: str) -> list[tuple[str, int, str, int]]:
         other_cells = [(n, options[n].index(v)) for n, v in row.items() if n != name]
         return [(name, options[name].index(row[name]), *other) for other in other_cells]
 

@@ -169,10 +169,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-Command = Callable[[str, Callable[[Any], int], str], argparse.ArgumentParser]
+AddCommand = Callable[[str, Callable[[Any], int], str], argparse.ArgumentParser]
 
 
-def _add_readers(command: Command) -> None:
+def _add_readers(command: AddCommand) -> None:
     """Commands about schedules, weights, checkpoints and data."""
     text = "a pipeline schedule: its grid, cost and memory"
     schedule.add_options(command("schedule", schedule.draw, text))

@@ -37,7 +37,7 @@ from jaxtrain.machines.channel import read_address, read_key
 from jaxtrain.machines.layouts import MachineLayout, read_layouts
 from jaxtrain.machines.machine import LocalMachines, Machines, slots_of
 from jaxtrain.machines.roster import REJOIN_S, Roster
-from jaxtrain.machines.workers import Tell
+from jaxtrain.notices import Tell
 from jaxtrain.violations import raise_violations
 
 WAIT_S, LISTEN = 300.0, "0.0.0.0:7000"

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.collectives.vary import MeshAxes, vary
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.axes import MeshAxes
 
 
 @runtime_checkable

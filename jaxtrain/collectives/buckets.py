@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from jaxtrain.collectives.vary import MeshAxes
+from jaxtrain.mesh.axes import MeshAxes
 
 SMALL_LEAF = 16384
 """Elements of one device's part; at 64 KiB of fp32 a message's latency begins to weigh less than

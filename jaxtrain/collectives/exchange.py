@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float32
 
 from jaxtrain.collectives.rows import Padded, RowExchange
-from jaxtrain.collectives.vary import MeshAxes
+from jaxtrain.mesh.axes import MeshAxes
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ from jax import lax
 
 from jaxtrain.collectives.algorithm import only_on
 from jaxtrain.collectives.tiles import stack_tiles
-from jaxtrain.collectives.vary import MeshAxes, vary
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.axes import MeshAxes
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from jaxtrain.collectives.algorithm import check_divides
 from jaxtrain.collectives.ring import Moving, Ring, put, room_for, shift, take
-from jaxtrain.collectives.vary import Index, MeshAxes, vary
+from jaxtrain.collectives.vary import Index, vary
+from jaxtrain.mesh.axes import MeshAxes
 
 Matrices = tuple[Float[Array, "_ _"], ...]
 Whole = Shaped[Array, "all_tokens k"]
@@ -73,7 +74,7 @@ class Tiled:
 
 
 Weight = Float[Array, "_ _"] | Tiled
-Weights = tuple[Weight, ...]
+MatmulWeights = tuple[Weight, ...]
 
 
 def multiply(x: Float[Array, "tokens k"], weight: Weight) -> Float[Array, "tokens columns"]:
@@ -118,15 +119,15 @@ def matmul_scatter(
     return _matmul_scatter(_varied(xs, axes), _varied(weights, axes), axes, ring)
 
 
-def _varied(weights: Weights, axes: MeshAxes) -> Weights:
+def _varied(weights: MatmulWeights, axes: MeshAxes) -> MatmulWeights:
     return jax.tree.map(lambda leaf: vary(leaf, axes), weights)
 
 
-def _wholes(weights: Weights) -> Matrices:
+def _wholes(weights: MatmulWeights) -> Matrices:
     return tuple(w.whole if isinstance(w, Tiled) else w for w in weights)
 
 
-def _kept(weights: Weights) -> Weights:
+def _kept(weights: MatmulWeights) -> MatmulWeights:
     return tuple(replace(w, tile=None) if isinstance(w, Tiled) else w for w in weights)
 
 
@@ -249,21 +250,21 @@ _tiled_product.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _gather_matmul(
-    x: Float[Array, "tokens k"], weights: Weights, axes: MeshAxes, ring: Ring
+    x: Float[Array, "tokens k"], weights: MatmulWeights, axes: MeshAxes, ring: Ring
 ) -> Matrices:
     return gather_products(x, _wholes(weights), axes, ring)[0]
 
 
 def _gather_matmul_forward(
-    x: Float[Array, "tokens k"], weights: Weights, axes: MeshAxes, ring: Ring
-) -> tuple[Matrices, tuple[Whole, Weights]]:
+    x: Float[Array, "tokens k"], weights: MatmulWeights, axes: MeshAxes, ring: Ring
+) -> tuple[Matrices, tuple[Whole, MatmulWeights]]:
     outs, gathered = gather_products(x, _wholes(weights), axes, ring)
     return outs, (gathered, _kept(weights))
 
 
 def _gather_matmul_backward(
-    axes: MeshAxes, ring: Ring, saved: tuple[Whole, Weights], dys: Matrices
-) -> tuple[Float[Array, "tokens k"], Weights]:
+    axes: MeshAxes, ring: Ring, saved: tuple[Whole, MatmulWeights], dys: Matrices
+) -> tuple[Float[Array, "tokens k"], MatmulWeights]:
     gathered, weights = saved
     transposed = tuple(w.T for w in _wholes(weights))
     scatter = PRODUCT_SCATTERS["column gradients matmul"]
@@ -274,7 +275,7 @@ def _gather_matmul_backward(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_scatter(
-    xs: Matrices, weights: Weights, axes: MeshAxes, ring: Ring
+    xs: Matrices, weights: MatmulWeights, axes: MeshAxes, ring: Ring
 ) -> Float[Array, "tokens columns"]:
     return PRODUCT_SCATTERS["row matmul"](xs, _wholes(weights), axes, ring, xs[0].dtype)
 
@@ -282,9 +283,9 @@ def _matmul_scatter(
 def _matmul_scatter_backward(
     axes: MeshAxes,
     ring: Ring,
-    saved: tuple[Matrices, Weights],
+    saved: tuple[Matrices, MatmulWeights],
     dy: Float[Array, "tokens columns"],
-) -> tuple[Matrices, Weights]:
+) -> tuple[Matrices, MatmulWeights]:
     xs, weights = saved
     dxs, gathered = gather_products(dy, tuple(w.T for w in _wholes(weights)), axes, ring)
     return dxs, tuple(_gradient(w, x, gathered) for w, x in zip(weights, xs, strict=True))

@@ -19,7 +19,8 @@ from jax import lax
 from jaxtrain.collectives import algorithm as collectives
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.vary import MeshAxes, same
+from jaxtrain.collectives.vary import same
+from jaxtrain.mesh.axes import MeshAxes
 
 
 @runtime_checkable

@@ -13,7 +13,8 @@ from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.algorithm import only_on
 from jaxtrain.collectives.ring import permute, shift
-from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
+from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.mesh.axes import MeshAxes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jaxtrain.collectives.algorithm import only_on
-from jaxtrain.collectives.vary import Index, MeshAxes, vary, varying_axes
+from jaxtrain.collectives.vary import Index, vary, varying_axes
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.violations import flag, raise_violations
 
 RIGHT, LEFT = 1, -1

@@ -18,7 +18,7 @@ from jaxtrain.collectives.choice import Exact, algorithm
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather
 from jaxtrain.collectives.ring import flatten_padded
-from jaxtrain.collectives.vary import MeshAxes
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.violations import raise_violations
 
 WIRE = jnp.bfloat16

@@ -20,7 +20,8 @@ from jaxtrain.collectives.algorithm import Algorithm, all_to_all
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
+from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.mesh.axes import MeshAxes
 
 
 class Parts(NamedTuple):

@@ -9,8 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Integer
 
-MeshAxes = tuple[str, ...]
-"""Mesh axes by name, major first."""
+from jaxtrain.mesh.axes import MeshAxes
 
 Index = int | Integer[Array, ""]
 """A whole number, which may be one that is known only when the program runs: of a device, a tile,

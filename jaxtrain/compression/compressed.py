@@ -20,9 +20,10 @@ from jaxtyping import Array, Float32, Integer, Key, UInt8
 from jaxtrain.collectives.algorithm import Algorithm, all_gather, all_to_all
 from jaxtrain.collectives.hierarchical import Hierarchical
 from jaxtrain.collectives.lax_form import Lax
-from jaxtrain.collectives.vary import MeshAxes, vary
+from jaxtrain.collectives.vary import vary
 from jaxtrain.compression.codecs import Codec
 from jaxtrain.compression.powersgd import PowerSGD
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.violations import count, flag, is_number, raise_violations
 
 

@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array, Float32, Key
 
 from jaxtrain.collectives.named import AllReduce
-from jaxtrain.collectives.vary import MeshAxes, vary
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.violations import count, raise_violations
 
 

@@ -20,12 +20,12 @@ from jaxtrain.compression.codecs import Codec
 from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.powersgd import PowerSGD, first_factor
 from jaxtrain.compression.reducer import Reducer
-from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, ways
+from jaxtrain.mesh.axes import Dims
+from jaxtrain.mesh.sharding import Leaf, LogicalAxes, ways
 from jaxtrain.nn.param import named_key
 from jaxtrain.optim.leaves import leaf_dims, matrices
 from jaxtrain.pipeline.layout import StageLayout
 
-Arrays = dict[str, Any]
 Residuals = dict[str, Any]
 """errors: leaf -> [devices that sum it, *shape] fp32, in units of the mean gradient: what the sums
 so far lack; absent without error feedback. factors: leaf -> [parts the leaf is split into, stack,

@@ -16,18 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Key
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.named import gradient_sum
 from jaxtrain.collectives.ring import put, take
-from jaxtrain.collectives.vary import MeshAxes, same, vary, varying_axes
+from jaxtrain.collectives.vary import same, vary, varying_axes
 from jaxtrain.compression.codecs import Codec
 from jaxtrain.compression.compressed import Compressed, ErrorState, compressed_all_reduce
 from jaxtrain.compression.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
 from jaxtrain.compression.reducer import Reducer
 from jaxtrain.compression.residuals import CompressedLeaf, Residuals
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.nn.param import named_key
-
-Arrays = dict[str, Any]
 
 
 class Choice(NamedTuple):
@@ -94,8 +94,8 @@ class CompressedSums(NamedTuple):
     choice: Choice
 
     def sum(
-        self, grads: Arrays, residuals: Residuals, unit: jax.Array, key: jax.Array
-    ) -> tuple[Arrays, Residuals, Arrays]:
+        self, grads: Leaves, residuals: Residuals, unit: jax.Array, key: jax.Array
+    ) -> tuple[Leaves, Residuals, Leaves]:
         """Returns (sums over `CompressedLeaf.summed`, updated residuals, exact sums if measured).
         Runs inside shard_map.
 
@@ -184,7 +184,7 @@ def all_reduce_with_one_error(
     return total, put(padded, own, device, n, 0)[: x.size]
 
 
-def pay_back(grads: Arrays, residuals: Residuals, unit: jax.Array) -> tuple[Arrays, Residuals]:
+def pay_back(grads: Leaves, residuals: Residuals, unit: jax.Array) -> tuple[Leaves, Residuals]:
     """Returns the gradients plus earlier errors, and zero errors: the exact sum on one device."""
     errors = residuals.get("errors", {})
     grads = grads | {k: grads[k] + e[0] * unit for k, e in errors.items()}

@@ -19,7 +19,8 @@ from jaxtrain.attention.documents import ScoreInputs
 from jaxtrain.collectives.algorithm import all_to_all
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.ring import permute, put, take
-from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
+from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.mesh.axes import MeshAxes
 
 TOKENS, HEADS = 1, 2
 """Dims."""

@@ -15,19 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.attention.kernels import SelfAttention
+from jaxtrain.attention.kernels import Attend, SelfAttention
 from jaxtrain.attention.online_softmax import AttentionMask
-from jaxtrain.collectives.vary import MeshAxes
 from jaxtrain.context.exchange import of_traded_heads, to_heads, to_tokens
 from jaxtrain.context.kernel import Around, KeyTokens, RowStarts, Tokens, attend_around
 from jaxtrain.context.order import Order
 from jaxtrain.context.ring import Gathered, Seats, Transport, Travelling
 from jaxtrain.context.schemes import Chunks, scheme
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.remedies import Clash, Near, multiples_near, options
 from jaxtrain.violations import count, flag, raise_violations
-
-Attend = Callable[..., jax.Array]
-"""(q, k, v, starts) -> o; a `SelfAttention` where a method must know what it computes."""
 
 
 @runtime_checkable

@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxtrain.collectives.vary import Index, MeshAxes
+from jaxtrain.collectives.vary import Index
+from jaxtrain.mesh.axes import MeshAxes
 
 Positions = TypeVar("Positions", bound=Any)
 

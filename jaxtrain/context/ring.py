@@ -18,8 +18,9 @@ from jax import lax
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.ring import permute
-from jaxtrain.collectives.vary import Index, MeshAxes
+from jaxtrain.collectives.vary import Index
 from jaxtrain.context.schemes import Slots
+from jaxtrain.mesh.axes import MeshAxes
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from jaxtrain.machines.channel import KEY
 from jaxtrain.machines.elastic import elastic
 from jaxtrain.machines.layouts import read_layouts
 from jaxtrain.machines.roster import Roster
-from jaxtrain.machines.workers import Tell
 from jaxtrain.mesh.mesh import load_mesh
+from jaxtrain.notices import Tell
 from jaxtrain.telemetry.metrics import read_metrics
 
 REJOIN_S, BACK_S = 3.0, 5.0

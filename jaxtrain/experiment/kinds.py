@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.public import public_path
-from jaxtrain.violations import did_you_mean
+from jaxtrain.violations import did_you_mean, python_value
 
 PRESETS = {
     "precision": {name: name for name in ("fp32", "bf16", "fp16", "fp8", "int8")},
@@ -85,6 +85,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _remedy(name: str, value: Any, hint: Any) -> str:
+    if (plain := python_value(value)) is not value and _fits(plain, hint):
+        return f"{type(plain).__name__}(...) of it"
     word = value if isinstance(value, str) else getattr(value, "__name__", None)
     if word and (preset := PRESETS.get(name, {}).get(word)):
         return f"{name}={public_path(word)}{preset.removeprefix(word)}"

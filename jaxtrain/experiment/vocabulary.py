@@ -61,6 +61,7 @@ from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
+from jaxtrain.moe.layer import Activation
 from jaxtrain.moe.megablox import Megablox
 from jaxtrain.moe.router import Router, SigmoidRouter, SoftmaxRouter
 from jaxtrain.moe.triton_blocks import TritonBlocks
@@ -83,7 +84,7 @@ from jaxtrain.scores import Alibi, RelativeBias, ScoreFunction
 from jaxtrain.sources import Source
 from jaxtrain.tokenizers import Tokenizer
 from jaxtrain.transformer.families import FAMILIES
-from jaxtrain.transformer.feed_forward import Activation, gelu_exact, gelu_tanh, silu
+from jaxtrain.transformer.feed_forward import gelu_exact, gelu_tanh, silu
 
 ANY: dict[tuple[type, str], tuple[Any, ...]] = {
     (Experiment, "model"): FAMILIES,

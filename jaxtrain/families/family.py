@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.families.fields import Fields
+from jaxtrain.moe.layer import Activation
 from jaxtrain.nn.norm import RMSNorm
 from jaxtrain.transformer.block import BlockConfig
 from jaxtrain.transformer.decoder import DecoderConfig
-from jaxtrain.transformer.feed_forward import Activation, gelu_exact, gelu_tanh, silu
+from jaxtrain.transformer.feed_forward import gelu_exact, gelu_tanh, silu
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": silu,

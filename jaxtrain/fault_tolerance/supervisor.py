@@ -46,7 +46,7 @@ from jaxtrain.fault_tolerance.restarts import Exhausted, Failure, RestartHistory
 from jaxtrain.machines.machine import RunningProcess
 from jaxtrain.machines.pauses import Pauses
 from jaxtrain.machines.roster import POLL_S, Roster
-from jaxtrain.machines.workers import Tell
+from jaxtrain.notices import Tell
 
 LOOK_S = 0.5
 """Seconds between looks at the processes' reports."""

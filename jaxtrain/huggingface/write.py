@@ -26,7 +26,7 @@ from jaxtrain.transformer.decoder import DecoderConfig
 DTYPES = ("float32", "bfloat16", "float16")
 
 Params = Mapping[str, jax.Array]
-Index = tuple[int, ...]
+Position = tuple[int, ...]
 
 
 def write_folder(
@@ -191,7 +191,7 @@ def _write_file(
     target.attempt(partial(target.save, file, arrays))
 
 
-def _addressable(leaf: jax.Array, index: Index, dtype: str) -> tuple[jax.Array, Index]:
+def _addressable(leaf: jax.Array, index: Position, dtype: str) -> tuple[jax.Array, Position]:
     """Returns a fully addressable array and the index of leaf[index] in it: the leaf itself, or
     leaf[index] gathered onto every device of its mesh. Waits for it, since simulated devices hang
     when the collectives of two programs run side by side."""
@@ -206,7 +206,7 @@ def _jitted_index(mesh: Any, dtype: str) -> Any:
     """Returns (array, index) -> array[index] in `dtype`: one program for every index. Replicated on
     `mesh`, if given."""
 
-    def indexed(array: jax.Array, index: Index) -> jax.Array:
+    def indexed(array: jax.Array, index: Position) -> jax.Array:
         return array[index].astype(dtype)
 
     return jax.jit(indexed, out_shardings=None if mesh is None else named_sharding(mesh, ()))
@@ -215,7 +215,7 @@ def _jitted_index(mesh: Any, dtype: str) -> Any:
 def _keep(
     arrays: dict[str, np.ndarray],
     tensor: StoredTensor,
-    sources: list[tuple[jax.Array, Index]],
+    sources: list[tuple[jax.Array, Position]],
     dtype: str,
 ) -> None:
     """Adds a tensor to the arrays in the folder's layout, without padded rows."""
@@ -233,7 +233,7 @@ def _keep(
     )
 
 
-def _on_host(array: jax.Array, index: Index, dtype: str) -> np.ndarray:
+def _on_host(array: jax.Array, index: Position, dtype: str) -> np.ndarray:
     """Returns array[index] on the host, each part from one of the devices that have it."""
     out = np.empty(array.shape[len(index) :], dtype)
     seen = set()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.inspection.opened import mesh_spec, stored_model
 from jaxtrain.inspection.score import data_of_rows
@@ -25,7 +26,6 @@ from jaxtrain.step.mean_gradients import make_mean_gradients
 from jaxtrain.step.state import TrainState
 
 Activations = dict[str, jax.Array]
-Batch = dict[str, jax.Array]
 EMBEDDING, NORM = "embedding", "norm"
 
 
@@ -35,11 +35,11 @@ class ModelOfBlocks(Protocol):
 
     norm: Any
 
-    def batch_of(self, tokens: Any, segments: Any, positions: Any) -> Batch: ...
+    def batch_of(self, tokens: Any, segments: Any, positions: Any) -> Arrays: ...
 
-    def gather_lookups(self, comm: Local, batch: Batch) -> tuple[Mapping[str, Any], Batch]: ...
+    def gather_lookups(self, comm: Local, batch: Arrays) -> tuple[Mapping[str, Any], Arrays]: ...
 
-    def context(self, batch: Batch, key: None, comm: Local) -> Any: ...
+    def context(self, batch: Arrays, key: None, comm: Local) -> Any: ...
 
     def embed(self, table: Any, ids: Any, context: Any, comm: Local) -> jax.Array: ...
 
@@ -85,7 +85,7 @@ def capture(
     }
 
 
-def _activations(model: ModelOfBlocks, batch: Batch, comm: Local) -> Activations:
+def _activations(model: ModelOfBlocks, batch: Arrays, comm: Local) -> Activations:
     """Returns all activations, [rows * seq, ...]."""
     tables, batch = model.gather_lookups(comm, batch)
     context = model.context(batch, None, comm)

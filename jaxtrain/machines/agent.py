@@ -16,7 +16,8 @@ from jaxtrain.files.temporary import temporary_folder
 from jaxtrain.machines.agents import GONE_S, TOLD_S
 from jaxtrain.machines.channel import KEY, Channel, Gone, connect
 from jaxtrain.machines.pauses import Pauses
-from jaxtrain.machines.workers import Tell, Worker
+from jaxtrain.machines.workers import Worker
+from jaxtrain.notices import Tell
 
 TICK_S = 0.1
 """Seconds between checks for exits."""

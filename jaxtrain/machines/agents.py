@@ -24,7 +24,8 @@ from jaxtrain.cluster.sampler import ProcessSample
 from jaxtrain.machines.channel import Channel, Gone
 from jaxtrain.machines.machine import Machine, RunningProcess
 from jaxtrain.machines.pauses import Pauses
-from jaxtrain.machines.workers import Tell, ending, kind_of
+from jaxtrain.machines.workers import ending, kind_of
+from jaxtrain.notices import Tell
 
 TOLD_S = 0.5
 """Seconds between heartbeats of each end."""

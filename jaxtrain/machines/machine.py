@@ -9,7 +9,8 @@ from typing import Protocol
 
 from jaxtrain.cluster.join import free_port
 from jaxtrain.cluster.sampler import ProcessSample
-from jaxtrain.machines.workers import Tell, Worker
+from jaxtrain.machines.workers import Worker
+from jaxtrain.notices import Tell
 
 
 class RunningProcess(Protocol):

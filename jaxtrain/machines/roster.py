@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from jaxtrain.machines.layouts import MachineLayout
 from jaxtrain.machines.machine import Machine, Machines
 from jaxtrain.machines.pauses import Pauses
-from jaxtrain.machines.workers import Tell
+from jaxtrain.notices import Tell
 
 POLL_S = 0.05
 TELL_S = 30.0

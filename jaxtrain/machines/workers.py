@@ -9,19 +9,18 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from jaxtrain.cluster.phases import Now
 from jaxtrain.cluster.sampler import SAMPLE_FILE, SUPERVISOR, ProcessSample, SampleFile
+from jaxtrain.notices import Tell
 
 CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected|number of connected peer ranks is : \d+$")
 """Output of XLA's CPU collectives, from threads that may write into one another's lines: what is
 left of such a line follows, its last number or nothing."""
 
-Tell = Callable[[str], None]
-"""Prints a line."""
 
 LOST = re.compile(
     "Terminating process because the JAX distributed service detected fatal errors"

@@ -11,6 +11,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
+MeshAxes = tuple[str, ...]
+"""Names of mesh axes, major first."""
+Dims = tuple[MeshAxes, ...]
+"""For each dim of a tensor the mesh axes it is split over, major first."""
+
 MODES = ("explicit", "gspmd")
 """Who chooses the collectives of a step: the package or XLA."""
 

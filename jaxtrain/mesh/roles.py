@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from jaxtrain.mesh.axes import EXPERT_AXES, STAGE, TENSOR_PARALLEL
-
-MeshAxes = tuple[str, ...]
+from jaxtrain.mesh.axes import EXPERT_AXES, STAGE, TENSOR_PARALLEL, MeshAxes
 
 
 class Roles(NamedTuple):

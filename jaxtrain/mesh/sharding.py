@@ -28,6 +28,7 @@ from jaxtrain.mesh.axes import (
     STAGE,
     TABLE,
     TENSOR_PARALLEL,
+    Dims,
     axes_that_split,
 )
 from jaxtrain.remedies import Clash, Near, multiples_near, options, smaller_axis
@@ -54,10 +55,6 @@ class PaddedAxis(str):
 
     def __getnewargs__(self) -> tuple[str, int]:  # type: ignore[override]
         return (str(self), self.real)
-
-
-Dims = tuple[tuple[str, ...], ...]
-"""For each dim of a tensor the mesh axes it is split over, major first."""
 
 
 def table(entries: Mapping[str, str | tuple[str, ...]]) -> Table:

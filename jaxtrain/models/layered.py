@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.collectives.vary import Index
 from jaxtrain.losses.cross_entropy import LossSums
@@ -30,7 +31,6 @@ from jaxtrain.nn.param import named_key, normal
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.stack import Body, LayerLoop, Layers, Stream
 
-Batch = dict[str, jax.Array]
 Tables = Mapping[str, jax.Array]
 
 
@@ -56,13 +56,13 @@ class Model(Protocol):
     """The module of a model with a description. `LayeredModel` implements all but the first three
     methods."""
 
-    def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Any:
+    def context(self, batch: Arrays, key: jax.Array | None, comm: Communicator) -> Any:
         """Returns the facts of a batch that every layer gets: a tree of arrays without derivatives.
         `key` turns dropout on."""
         ...
 
     def enter(
-        self, tables: Tables, batch: Batch, context: PyTree, comm: Communicator, loop: LayerLoop
+        self, tables: Tables, batch: Arrays, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> Stream:
         """Returns the stack's input, [tokens share, embed], or a dict of the members that the
         description's `stream` names. tables: from `gather_lookups`."""
@@ -72,7 +72,7 @@ class Model(Protocol):
         self,
         tables: Tables,
         x: Stream,
-        batch: Batch,
+        batch: Arrays,
         context: PyTree,
         comm: Communicator,
         loop: LayerLoop,
@@ -87,7 +87,7 @@ class Model(Protocol):
 
     def loss(
         self,
-        batch: Batch,
+        batch: Arrays,
         *,
         key: jax.Array | None = None,
         comm: Communicator = ...,
@@ -121,11 +121,11 @@ class LayeredModel(nnx.Module):
     used_next: str | None = None
     """A parameter that `leave` uses: among its tables if gathered during the last layer."""
 
-    def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Any:
+    def context(self, batch: Arrays, key: jax.Array | None, comm: Communicator) -> Any:
         raise NotImplementedError
 
     def enter(
-        self, tables: Tables, batch: Batch, context: PyTree, comm: Communicator, loop: LayerLoop
+        self, tables: Tables, batch: Arrays, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> Stream:
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class LayeredModel(nnx.Module):
         self,
         tables: Tables,
         x: Stream,
-        batch: Batch,
+        batch: Arrays,
         context: PyTree,
         comm: Communicator,
         loop: LayerLoop,
@@ -146,7 +146,7 @@ class LayeredModel(nnx.Module):
         """Runs one layer on x, the residual stream; `layer` is its number in natural order."""
         return block(x, context, comm, layer=layer)
 
-    def gather_lookups(self, comm: Communicator, batch: Batch) -> tuple[Tables, Batch]:
+    def gather_lookups(self, comm: Communicator, batch: Arrays) -> tuple[Tables, Arrays]:
         """Returns the gathered lookup tables and the batch: here the one table `lookup`, for the
         batch's `tokens`."""
         table, ids = self.gather_param(comm, self.lookup, batch[self.tokens])
@@ -154,7 +154,7 @@ class LayeredModel(nnx.Module):
 
     def loss(
         self,
-        batch: Batch,
+        batch: Arrays,
         *,
         key: jax.Array | None = None,
         comm: Communicator = Local(),  # noqa: B008 (frozen)
@@ -166,8 +166,8 @@ class LayeredModel(nnx.Module):
         return self.leave(tables, x, batch, context, comm, loop)
 
     def run_to_leave(
-        self, batch: Batch, key: jax.Array | None, comm: Communicator, loop: LayerLoop
-    ) -> tuple[Tables, Stream, Batch, Any]:
+        self, batch: Arrays, key: jax.Array | None, comm: Communicator, loop: LayerLoop
+    ) -> tuple[Tables, Stream, Arrays, Any]:
         """Returns the first four arguments of `leave`: gathered tables, the stack's output, the
         batch and its context."""
         tables, batch = self.gather_lookups(comm, batch)

@@ -16,7 +16,6 @@ from jaxtrain.moe.tally import tally_size
 from jaxtrain.operations.block import mixtures
 from jaxtrain.operations.experts import ExpertCall
 
-Arrays = Mapping[str, jax.Array]
 TALLY, BIAS, REPLAY = "_tally", "_bias", "_replay"
 """Suffixes of the names of such leaves, after a router's name."""
 
@@ -56,7 +55,9 @@ def add_tallies(model: nnx.Module, description: ModelDescription) -> None:
         setattr(module, last + TALLY, leaf)
 
 
-def with_grad_scale(params: Arrays, tallies: Set[str], scale: jax.Array) -> dict[str, jax.Array]:
+def with_grad_scale(
+    params: Mapping[str, jax.Array], tallies: Set[str], scale: jax.Array
+) -> dict[str, jax.Array]:
     """Returns the parameters, with `tallies` set to the factor of the differentiated loss."""
     return {
         k: jnp.broadcast_to(scale, v.shape).astype(v.dtype) if k in tallies else v
@@ -65,7 +66,9 @@ def with_grad_scale(params: Arrays, tallies: Set[str], scale: jax.Array) -> dict
 
 
 def next_biases(
-    params: Arrays, grads: Arrays, description: ModelDescription | None
+    params: Mapping[str, jax.Array],
+    grads: Mapping[str, jax.Array],
+    description: ModelDescription | None,
 ) -> dict[str, jax.Array]:
     """Routers' biases after a step, whose tallies are in `grads`: lower for experts above the mean
     load, higher for those below (Wang et al. 2024)."""

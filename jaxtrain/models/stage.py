@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.axes import STAGE
@@ -28,9 +29,7 @@ from jaxtrain.nn.module import put_together
 from jaxtrain.nn.split import SplitLayers
 from jaxtrain.nn.stack import Body, LayerLoop, Layers, Stream
 from jaxtrain.pipeline.layout import StageLayout, layers_of_stage, where_real
-from jaxtrain.pipeline.tick import At
-
-Arrays = dict[str, Any]
+from jaxtrain.pipeline.tick import StageWork
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +49,13 @@ class ModelStage:
     split: bool
     inner: Explicit
     wide: Explicit
-    params: Arrays
-    batch: Arrays
+    params: Leaves
+    batch: Leaves
     key: jax.Array | None
     loop: LayerLoop
-    reduce_microbatch: Callable[[Arrays], Arrays]
+    reduce_microbatch: Callable[[Leaves], Leaves]
 
-    def enter(self, outside: Arrays, microbatch: Index) -> Stream:
+    def enter(self, outside: Leaves, microbatch: Index) -> Stream:
         model, batch = self._model(outside, entering=True), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         x = model.enter(self._tables(outside), batch, context, self.wide, self.loop)
@@ -65,7 +64,7 @@ class ModelStage:
         gather = partial(gather_tokens, "pipeline input gradients", (STAGE,), algorithm)
         return jax.tree.map(gather, x)
 
-    def leave(self, outside: Arrays, y: Stream, microbatch: Index) -> LossSums:
+    def leave(self, outside: Leaves, y: Stream, microbatch: Index) -> LossSums:
         model, batch = self._model(outside, entering=False), self._batch(microbatch)
         context = model.context(batch, self._key(microbatch), self.wide)
         algorithm = self.inner.collectives.tensor
@@ -73,23 +72,25 @@ class ModelStage:
         tables = self._tables(outside)
         return model.leave(tables, y, batch, context, self.wide, self.loop)
 
-    def forward(self, chunk: Arrays, x: Stream, work: At) -> Stream:
+    def forward(self, chunk: Leaves, x: Stream, work: StageWork) -> Stream:
         return self._layers(chunk, x, self._extras(work))
 
-    def forward_with_residuals(self, chunk: Arrays, x: Stream, work: At) -> tuple[Stream, Any]:
+    def forward_with_residuals(
+        self, chunk: Leaves, x: Stream, work: StageWork
+    ) -> tuple[Stream, Any]:
         layers = self._layers if self._split is None else self._split
         return layers.forward_with_residuals(chunk, x, self._extras(work))
 
     def backward(
-        self, saved: PyTree, chunk: Arrays, dy: Stream, work: At
-    ) -> tuple[Arrays, Stream, Any]:
+        self, saved: PyTree, chunk: Leaves, dy: Stream, work: StageWork
+    ) -> tuple[Leaves, Stream, Any]:
         if self._split is not None:
             grads, dx, stash = self._split.backward(saved, chunk, dy, self._extras(work))
             return self._reduce_chunk(grads, work), dx, stash
         grads, dx = self._layers.backward(saved, chunk, dy, self._extras(work))
         return self._reduce_chunk(grads, work), dx, ()
 
-    def weight_gradients(self, stash: PyTree, chunk: Arrays, work: At) -> Arrays:
+    def weight_gradients(self, stash: PyTree, chunk: Leaves, work: StageWork) -> Leaves:
         assert self._split is not None, "a schedule without W asks for none"
         return self._reduce_chunk(self._split.weight_gradients(stash, chunk), work)
 
@@ -114,7 +115,7 @@ class ModelStage:
             flops_per_byte=self.inner.tied_flops_per_byte,
         )
 
-    def _reduce_chunk(self, grads: Arrays, work: At) -> Arrays:
+    def _reduce_chunk(self, grads: Leaves, work: StageWork) -> Leaves:
         """Reduces one chunk's gradients; `reduce_microbatch` expects a leaf in slots. Padding's
         gradients become zero: the backward pass may give NaN there."""
         layout = self.layout
@@ -130,7 +131,7 @@ class ModelStage:
     def _body(self, comm: Communicator) -> Body:
         """Function of one period with the communicator `comm`."""
 
-        def body(params: Arrays, x: Stream, extras: PyTree, slot: Index) -> Stream:
+        def body(params: Leaves, x: Stream, extras: PyTree, slot: Index) -> Stream:
             context, layers = extras
             turn = self._model({}).stack(comm)[1]
             if not self.layout.padding:
@@ -144,13 +145,13 @@ class ModelStage:
 
         return body
 
-    def _extras(self, work: At) -> tuple[Any, jax.Array]:
+    def _extras(self, work: StageWork) -> tuple[Any, jax.Array]:
         """Returns the microbatch's context, and the layer in each slot of the chunk."""
         model, batch = self._model({}), self._batch(work.microbatch)
         layers = layers_of_stage(self.layout, STAGE)[work.chunk]
         return model.context(batch, self._key(work.microbatch), self.inner), layers
 
-    def _model(self, outside: Arrays, *, entering: bool | None = None) -> Model:
+    def _model(self, outside: Leaves, *, entering: bool | None = None) -> Model:
         """The model. entering: only leaves that are read before the stack may be read (True), or
         only those after it: gradients of others would not be computed."""
         # A model knows no chunks: any chunk serves.
@@ -162,10 +163,10 @@ class ModelStage:
                 arrays[name] = _NotThere(name, entering=bool(entering))
         return put_together(self.static, arrays)
 
-    def _tables(self, outside: Arrays) -> Arrays:
+    def _tables(self, outside: Leaves) -> Leaves:
         return {name: outside.get(name, self.params[name]) for name in self.described.lookups}
 
-    def _batch(self, microbatch: Index) -> Arrays:
+    def _batch(self, microbatch: Index) -> Leaves:
         take = lax.dynamic_index_in_dim
         return {k: take(v, microbatch, 0, keepdims=False) for k, v in self.batch.items()}
 

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.rows import Parts, RowExchange
-from jaxtrain.collectives.vary import MeshAxes, vary
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.moe.rows import Plan, combine, dispatch, places_of
 
 

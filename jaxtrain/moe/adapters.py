@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxtrain.collectives.vary import varying_axes
 from jaxtrain.moe.block_loop import BlockLoop
-from jaxtrain.moe.grouped import Asked, GroupedMatmul, Owners, Products, Rows, grouped_matmul
+from jaxtrain.moe.grouped import Asked, GroupedMatmul, Owners, RowProducts, Rows, grouped_matmul
 
 Pair = tuple[jax.Array, jax.Array]
 """A [experts, n, rank] and B [experts, rank, m]; of one matrix without the first dim."""
@@ -24,15 +24,15 @@ Pairs = tuple[Pair | None, ...]
 def with_changes(
     kernel: GroupedMatmul,
     rows: Rows,
-    products: Sequence[Products],
+    products: Sequence[RowProducts],
     pairs: Pairs,
     scale: float,
     owners: Owners,
-) -> tuple[Products, ...]:
+) -> tuple[RowProducts, ...]:
     """The products of rows with experts' matrices, and what their adapters add to each. kernel:
     that of the matrices; it multiplies by A and B too where it can, else `BlockLoop` does."""
 
-    def changed(y: Products, pair: Pair | None) -> Products:
+    def changed(y: RowProducts, pair: Pair | None) -> RowProducts:
         if pair is None:
             return y
         into, out_of = pair

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxtrain.collectives.vary import vary, varying_axes
-from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, blocks_of
+from jaxtrain.moe.grouped import Asked, Experts, Owners, RowProducts, Rows, blocks_of
 from jaxtrain.quantization.products import product_of_numbers
 
 
@@ -37,7 +37,7 @@ class BlockLoop:
     def violations(self, problem: Asked) -> list[str]:
         return []
 
-    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:
+    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> RowProducts:
         def step(_: tuple[()], turn: tuple[jax.Array, jax.Array]) -> tuple[tuple[()], jax.Array]:
             block, owner = turn
             return (), _times(block, _matrix(weights, owner))
@@ -46,7 +46,7 @@ class BlockLoop:
         return out.reshape(len(rows), weights.shape[-1])
 
     def backward(
-        self, rows: Rows, weights: Experts, owners: Owners, dy: Products
+        self, rows: Rows, weights: Experts, owners: Owners, dy: RowProducts
     ) -> tuple[Rows, Experts]:
         def step(dw: jax.Array, turn: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             block, dy, owner = turn

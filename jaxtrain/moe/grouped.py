@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Shaped
 from jaxtrain.collectives.vary import vary, varying_axes
 
 Rows = Shaped[Array, "rows n"]
-Products = Shaped[Array, "rows m"]
+RowProducts = Shaped[Array, "rows m"]
 Experts = Shaped[Array, "experts n m"]
 Owners = Int[Array, " blocks"]
 
@@ -51,10 +51,10 @@ class GroupedMatmul(Protocol):
         """Returns the reasons why the kernel cannot compute this problem."""
         ...
 
-    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products: ...
+    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> RowProducts: ...
 
     def backward(
-        self, rows: Rows, weights: Experts, owners: Owners, dy: Products
+        self, rows: Rows, weights: Experts, owners: Owners, dy: RowProducts
     ) -> tuple[Rows, Experts]:
         """Gradients of rows and of weights; those summed over rows in fp32."""
         ...
@@ -66,7 +66,9 @@ def takes_8_bits(kernel: GroupedMatmul) -> bool:
     return getattr(kernel, "narrow", False)
 
 
-def grouped_matmul(kernel: GroupedMatmul, rows: Rows, weights: Experts, owners: Owners) -> Products:
+def grouped_matmul(
+    kernel: GroupedMatmul, rows: Rows, weights: Experts, owners: Owners
+) -> RowProducts:
     """Each block of `rows` times the matrix of the expert that owns it, in the dtype of rows."""
     # One type for all, as `attention.fused.attend` has it.
     axes = varying_axes(rows, weights, owners)
@@ -74,12 +76,12 @@ def grouped_matmul(kernel: GroupedMatmul, rows: Rows, weights: Experts, owners: 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(kernel: GroupedMatmul, rows: Rows, weights: Experts, owners: Owners) -> Products:
+def _multiply(kernel: GroupedMatmul, rows: Rows, weights: Experts, owners: Owners) -> RowProducts:
     return kernel.forward(rows, weights, owners)
 
 
 def _multiply_backward(
-    kernel: GroupedMatmul, saved: tuple[Rows, Experts, Owners], dy: Products
+    kernel: GroupedMatmul, saved: tuple[Rows, Experts, Owners], dy: RowProducts
 ) -> tuple[Rows, Experts, None]:
     return *kernel.backward(*saved, dy), None
 

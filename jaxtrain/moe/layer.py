@@ -21,13 +21,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jaxtrain.collectives.exchange import ALONE, Exchange
-from jaxtrain.collectives.vary import MeshAxes, varying_axes
+from jaxtrain.collectives.vary import varying_axes
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.moe.across import Route, Trip, experts_of_rows, pinned
 from jaxtrain.moe.adapters import Pair, Pairs, products_with_changes, with_changes
 from jaxtrain.moe.grouped import Asked, GroupedMatmul, Owners
 from jaxtrain.moe.interleaved import Interleaved
 from jaxtrain.moe.kernels import PlatformGroupedMatmul, settled
-from jaxtrain.moe.narrow import Matrices, grouped_matmuls, with_own_scales
+from jaxtrain.moe.narrow import ExpertMatrices, grouped_matmuls, with_own_scales
 from jaxtrain.moe.replay import replayed
 from jaxtrain.moe.room import chunk_count, sent_rows
 from jaxtrain.moe.router import Balance, Capacity, Router, SoftmaxRouter
@@ -51,7 +52,7 @@ class ExpertLeaves(NamedTuple):
     """
 
     router: jax.Array
-    weights: tuple[Matrices, ...]
+    weights: tuple[ExpertMatrices, ...]
     bias: jax.Array | None = None
     tally: jax.Array | None = None
     replay: jax.Array | None = None

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, group_sizes
+from jaxtrain.moe.grouped import Asked, Experts, Owners, RowProducts, Rows, group_sizes
 from jaxtrain.violations import count, power_of_two, raise_violations
 
 LEAST_ROWS = 128
@@ -52,11 +52,11 @@ class Megablox:
             )
         return violations
 
-    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:
+    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> RowProducts:
         return self._product(rows, weights, owners, transposed=False)
 
     def backward(
-        self, rows: Rows, weights: Experts, owners: Owners, dy: Products
+        self, rows: Rows, weights: Experts, owners: Owners, dy: RowProducts
     ) -> tuple[Rows, Experts]:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 

@@ -22,12 +22,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
-from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
+from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.moe.grouped import (
     Experts,
     GroupedMatmul,
     Owners,
-    Products,
+    RowProducts,
     Rows,
     blocks_of,
     grouped_matmul,
@@ -37,14 +38,14 @@ from jaxtrain.quantization.delayed import entry, own_tables, quantized_by, scale
 from jaxtrain.quantization.formats import Format, Scaled, along, greatest_of_matrices
 from jaxtrain.quantization.weights import QuantizedWeight, Ways, kept, scales_alike
 
-Weights = tuple[QuantizedWeight, ...]
-Matrices = Float[Array, "experts _ _"] | QuantizedWeight
+NarrowWeights = tuple[QuantizedWeight, ...]
+ExpertMatrices = Float[Array, "experts _ _"] | QuantizedWeight
 """One for each expert."""
 
 
 def grouped_matmuls(
-    kernel: GroupedMatmul, rows: Rows, weights: tuple[Matrices, ...], owners: Owners
-) -> tuple[Products, ...]:
+    kernel: GroupedMatmul, rows: Rows, weights: tuple[ExpertMatrices, ...], owners: Owners
+) -> tuple[RowProducts, ...]:
     """`grouped.grouped_matmul` of the same rows by several matrices of each expert; in 8 bits where
     they are."""
     narrow = tuple(w for w in weights if isinstance(w, QuantizedWeight))
@@ -58,7 +59,7 @@ def grouped_matmuls(
     return _multiply(kernel, ways, rows, narrow, owners)
 
 
-def with_own_scales(weight: Matrices, axes: MeshAxes) -> Matrices:
+def with_own_scales(weight: ExpertMatrices, axes: MeshAxes) -> ExpertMatrices:
     """Matrices of a device's experts, whose leaf of delayed scales has those of all that `axes`
     split, with its own."""
     if not isinstance(weight, QuantizedWeight) or weight.scales is None:
@@ -68,33 +69,49 @@ def with_own_scales(weight: Matrices, axes: MeshAxes) -> Matrices:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(
-    kernel: GroupedMatmul, ways: Ways, rows: Rows, weights: Weights, owners: Owners
-) -> tuple[Products, ...]:
+    kernel: GroupedMatmul, ways: Ways, rows: Rows, weights: NarrowWeights, owners: Owners
+) -> tuple[RowProducts, ...]:
     return _forward(kernel, ways, rows, weights, owners)[0]
 
 
 def _forward(
-    kernel: GroupedMatmul, ways: Ways, rows: Rows, weights: Weights, owners: Owners
-) -> tuple[tuple[Products, ...], tuple[Scaled, Any, Weights, Owners]]:
+    kernel: GroupedMatmul, ways: Ways, rows: Rows, weights: NarrowWeights, owners: Owners
+) -> tuple[tuple[RowProducts, ...], tuple[Scaled, Any, NarrowWeights, Owners]]:
     form, tables = ways.products.forward, [weights[0].scales]
     greatest = [_greatest(rows, owners, weights[0].shape[0])]
     (scale,), (entry,) = _scales(ways, greatest, tables, form, "x")
     x = _narrow(rows, scale, owners, form, delayed=entry is not None)
+    outs = _outputs(kernel, ways, x, tuple(weight.value for weight in weights), owners)
+    return outs, (x, entry, tuple(map(kept, weights)), owners)
+
+
+# As `grouped._multiply`: remat policies do not look into it, and save none of its products.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _outputs(
+    kernel: GroupedMatmul, ways: Ways, x: Scaled, matrices: tuple[Scaled, ...], owners: Owners
+) -> tuple[RowProducts, ...]:
     outs = []
-    for weight in weights:
-        numbers, w = _operands(kernel, ways, x.numbers, weight.value.numbers)
+    for matrix in matrices:
+        numbers, w = _operands(kernel, ways, x.numbers, matrix.numbers)
         product = kernel.forward(numbers, w, owners)
-        of_rows = _of_rows(scale * weight.value.scale, owners, len(rows))
+        of_rows = _of_rows(x.scale * matrix.scale, owners, len(numbers))
         outs.append((product.astype(jnp.float32) * of_rows).astype(ways.dtype))
-    return tuple(outs), (x, entry, tuple(map(kept, weights)), owners)
+    return tuple(outs)
+
+
+def _once_only(*_: Any) -> Any:
+    raise AssertionError("products are differentiated by _multiply")
+
+
+_outputs.defvjp(_once_only, _once_only)
 
 
 def _backward(
     kernel: GroupedMatmul,
     ways: Ways,
-    saved: tuple[Scaled, Any, Weights, Owners],
-    dys: tuple[Products, ...],
-) -> tuple[Rows, Weights, None]:
+    saved: tuple[Scaled, Any, NarrowWeights, Owners],
+    dys: tuple[RowProducts, ...],
+) -> tuple[Rows, NarrowWeights, None]:
     x, of_x, weights, owners = saved
     form = ways.products.backward
     greatest = [_greatest(dy, owners, weights[0].shape[0]) for dy in dys]

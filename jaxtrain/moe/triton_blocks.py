@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.moe.grouped import Asked, Experts, Owners, Products, Rows, block_count, block_rows
+from jaxtrain.moe.grouped import Asked, Experts, Owners, RowProducts, Rows, block_count, block_rows
 from jaxtrain.violations import count, power_of_two, raise_violations
 
 Ref = Any
@@ -81,11 +81,11 @@ class TritonBlocks:
         ]
         return violations
 
-    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> Products:
+    def forward(self, rows: Rows, weights: Experts, owners: Owners) -> RowProducts:
         return self._product(rows, weights, owners, transposed=False)
 
     def backward(
-        self, rows: Rows, weights: Experts, owners: Owners, dy: Products
+        self, rows: Rows, weights: Experts, owners: Owners, dy: RowProducts
     ) -> tuple[Rows, Experts]:
         dx = self._product(dy, weights, owners, transposed=True)
         experts, n, m = weights.shape

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.recursive import Recursive
 from jaxtrain.collectives.tiles import stack_tiles
-from jaxtrain.mesh.sharding import Dims
+from jaxtrain.mesh.axes import Dims
 from jaxtrain.overlap.spans import bundle_count
 
-Arrays = dict[str, jax.Array]
 LeafSplits = dict[str, tuple[int, tuple[str, ...]]]
 """name -> (dim, mesh axes) over which the leaf is to be gathered, or scattered."""
 

@@ -17,22 +17,21 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.attention.documents import ScoreInputs
+from jaxtrain.attention.kernels import Attend
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.tiles import TiledProducts
 from jaxtrain.quantization.formats import Scaled
 from jaxtrain.quantization.recipe import Products
+from jaxtrain.quantization.weights import Weights
 
-Queries = Float[Array, "rows seq heads head_dim"]
-Keys = Float[Array, "rows seq kv_heads head_dim"]
-Starts = Int[Array, "rows row_seq"] | ScoreInputs | None
+CallQueries = Float[Array, "rows seq heads head_dim"]
+CallKeys = Float[Array, "rows seq kv_heads head_dim"]
+CallStarts = Int[Array, "rows row_seq"] | ScoreInputs | None
 """First position of each token's document; rows are complete even where the sequence is cut."""
-Arrays = dict[str, jax.Array]
-Weights = dict[str, Any]
-"""Weights of a layer as it uses them: arrays, and `QuantizedWeight`s for matrices in 8 bits."""
-Attend = Callable[..., jax.Array]
-Experts = Callable[..., jax.Array]
+RunExperts = Callable[..., jax.Array]
 """`moe.layer.ExpertLayer` of (x, leaves, facts of tokens, exchange)."""
 Operand = jax.Array | Scaled
 """Of a weight's gradient: an array, or in 8 bits its numbers and scale."""
@@ -131,7 +130,9 @@ class Communicator(Protocol):
         """Rows `ids` [tokens] of the table [vocab, embed]."""
         ...
 
-    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
+    def attend(
+        self, kernel: Attend, q: CallQueries, k: CallKeys, v: CallKeys, starts: CallStarts
+    ) -> CallQueries:
         """kernel(q, k, v, starts) on each device's rows and heads. Where a device has only a part
         of the sequence, the kernel must be a `SelfAttention` of attention/ and gets more
         arguments."""
@@ -146,7 +147,7 @@ class Communicator(Protocol):
         ...
 
     def experts(
-        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
+        self, layer: RunExperts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         """layer(x, leaves, facts, exchange) for x [tokens, embed], the residual stream's share.
         Experts' matrices are split over their hidden dim. facts: of all tokens."""

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
+from jaxtrain.arrays import Arrays
+from jaxtrain.attention.kernels import Attend
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.choice import Collectives
 from jaxtrain.collectives.exchange import Exchange
@@ -19,8 +21,8 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.matmul import Tiled, gather_matmul, matmul_scatter, multiply
 from jaxtrain.collectives.named import all_gather, sum_over, sum_scatter
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.collectives.vary import Index, MeshAxes, vary
-from jaxtrain.mesh.axes import STACKING_AXES, TOKEN_AXES, keeps_dtype
+from jaxtrain.collectives.vary import Index, vary
+from jaxtrain.mesh.axes import STACKING_AXES, TOKEN_AXES, MeshAxes, keeps_dtype
 from jaxtrain.mesh.roles import Roles
 from jaxtrain.mesh.sharding import Leaf, ways
 from jaxtrain.nn.bundle import (
@@ -32,21 +34,18 @@ from jaxtrain.nn.bundle import (
 )
 from jaxtrain.nn.communicator import (
     Adapter,
-    Arrays,
-    Attend,
+    CallKeys,
+    CallQueries,
+    CallStarts,
     ExpertLeaves,
-    Experts,
-    Keys,
-    Queries,
-    Starts,
+    RunExperts,
     TokenFacts,
-    Weights,
 )
 from jaxtrain.nn.local import Local, gather
-from jaxtrain.nn.tiles import Body, TiledProducts
+from jaxtrain.nn.tiles import LayerFunction, TiledProducts
 from jaxtrain.quantization import weights as quantized_weights
 from jaxtrain.quantization.delayed import own_tables
-from jaxtrain.quantization.weights import QuantizedWeight, Ways
+from jaxtrain.quantization.weights import QuantizedWeight, Ways, Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +171,9 @@ class Explicit(Local):
             splits[name] = (place.in_use[lead:], place.params[lead:])
         return rounds(splits)
 
-    def tiled_products(self, prefix: str, body_of: Callable[[Any], Body]) -> TiledProducts | None:
+    def tiled_products(
+        self, prefix: str, body_of: Callable[[Any], LayerFunction]
+    ) -> TiledProducts | None:
         by_product = isinstance(self.collectives.weight_gradients, Ring) and self.gather_weights
         return TiledProducts(self, prefix, body_of) if by_product else None
 
@@ -219,7 +220,9 @@ class Explicit(Local):
         rows = jnp.where(in_slice[:, None], rows, jnp.zeros((), rows.dtype))
         return scatter_tokens("embedding", self.roles.stream, self.collectives.tensor, rows)
 
-    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
+    def attend(
+        self, kernel: Attend, q: CallQueries, k: CallKeys, v: CallKeys, starts: CallStarts
+    ) -> CallQueries:
         if not self.roles.seq:
             return kernel(q, k, v, starts)
         return self.context(kernel, q, k, v, starts, self.roles.seq)
@@ -234,7 +237,7 @@ class Explicit(Local):
         return seq * ways(self.roles.seq, self.sizes)
 
     def experts(
-        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
+        self, layer: RunExperts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         """Every device of `tensor` has all tokens, so the same choices, and its slice of every
         expert. Its outputs are parts of a sum, and so are the gradients that pass through the

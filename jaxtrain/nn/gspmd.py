@@ -13,7 +13,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.attention.documents import ScoreInputs
+from jaxtrain.attention.kernels import Attend
 from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.roles import roles_of
@@ -25,21 +27,16 @@ from jaxtrain.mesh.sharding import (
     partition_spec,
 )
 from jaxtrain.nn.communicator import (
-    Arrays,
-    Attend,
+    CallKeys,
+    CallQueries,
+    CallStarts,
     ExpertLeaves,
-    Experts,
-    Keys,
-    Queries,
-    Starts,
+    RunExperts,
     TokenFacts,
-    Weights,
 )
 from jaxtrain.nn.local import Local
 from jaxtrain.quantization import crossing
-from jaxtrain.quantization.weights import as_sent, received
-
-Pair = tuple[jax.Array, jax.Array]
+from jaxtrain.quantization.weights import Weights, as_sent, received
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +73,9 @@ class Gspmd(Local):
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         return _embed(self.reduce_dtype, vectors, ids)
 
-    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
+    def attend(
+        self, kernel: Attend, q: CallQueries, k: CallKeys, v: CallKeys, starts: CallStarts
+    ) -> CallQueries:
         """A shard_map over batch and heads: XLA cannot partition a kernel that folds the two."""
         sizes = dict(self.mesh.shape)
         table = self.rules.activations
@@ -97,7 +96,7 @@ class Gspmd(Local):
         return run(q, k, v, starts)
 
     def experts(
-        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
+        self, layer: RunExperts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         """A shard_map over tokens and hidden units: each device sorts its own tokens, where XLA's
         partitioner would sort those of all. JAX sums the gradients of weights and router, from
@@ -106,7 +105,7 @@ class Gspmd(Local):
         return _experts(self, layer, x, leaves, facts)
 
     def _experts(
-        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
+        self, layer: RunExperts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         sizes, table = dict(self.mesh.shape), self.rules.activations
         tokens = activation_dims(("batch*seq", None), table, sizes=sizes)
@@ -153,7 +152,7 @@ class Gspmd(Local):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _experts(
-    comm: Gspmd, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
+    comm: Gspmd, layer: RunExperts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
 ) -> jax.Array:
     """The experts, recomputed in the backward pass: only inputs are saved. Residuals out of the
     shard_map would be each device's copy of gathered weights, kept as activations are."""
@@ -161,7 +160,7 @@ def _experts(
 
 
 def _experts_backward(
-    comm: Gspmd, layer: Experts, saved: tuple[Any, ...], dy: jax.Array
+    comm: Gspmd, layer: RunExperts, saved: tuple[Any, ...], dy: jax.Array
 ) -> tuple[Any, ...]:
     x, leaves, facts = saved
 
@@ -185,7 +184,9 @@ def _matmul(
     return x @ weight
 
 
-def _matmul_backward(reduce_dtype: DTypeLike, saved: Pair, dy: Float[Array, "tokens m"]) -> Pair:
+def _matmul_backward(
+    reduce_dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], dy: Float[Array, "tokens m"]
+) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     wide = jnp.promote_types(dy.dtype, reduce_dtype)
     dw = jnp.matmul(x.T, dy, preferred_element_type=wide)
@@ -203,7 +204,7 @@ def _embed(
 
 
 def _embed_backward(
-    reduce_dtype: DTypeLike, saved: Pair, dy: Float[Array, "tokens embed"]
+    reduce_dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], dy: Float[Array, "tokens embed"]
 ) -> tuple[Float[Array, "vocab embed"], None]:
     vectors, ids = saved
     wide = jnp.promote_types(vectors.dtype, reduce_dtype)

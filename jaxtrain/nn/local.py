@@ -12,24 +12,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
+from jaxtrain.arrays import Arrays
+from jaxtrain.attention.kernels import Attend
 from jaxtrain.collectives.exchange import Exchange
 from jaxtrain.collectives.matmul import Tiled
-from jaxtrain.collectives.vary import Index, MeshAxes
-from jaxtrain.mesh.axes import keeps_dtype
+from jaxtrain.collectives.vary import Index
+from jaxtrain.mesh.axes import MeshAxes, keeps_dtype
 from jaxtrain.mesh.head_chunk import LEAST_CHUNK
 from jaxtrain.nn.communicator import (
     Adapter,
-    Arrays,
-    Attend,
+    CallKeys,
+    CallQueries,
+    CallStarts,
     Communicator,
     ExpertLeaves,
-    Experts,
-    Keys,
     Operand,
-    Queries,
-    Starts,
+    RunExperts,
     TokenFacts,
-    Weights,
 )
 from jaxtrain.nn.tiles import TiledProducts
 from jaxtrain.quantization import products as quantized
@@ -37,7 +36,7 @@ from jaxtrain.quantization import weights as quantized_weights
 from jaxtrain.quantization.delayed import SCALES
 from jaxtrain.quantization.formats import Scaled
 from jaxtrain.quantization.recipe import Products
-from jaxtrain.quantization.weights import QuantizedWeight, Ways
+from jaxtrain.quantization.weights import QuantizedWeight, Ways, Weights
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,9 @@ class Local:
     def embed(self, vectors: jax.Array, ids: jax.Array) -> jax.Array:
         return vectors[ids]
 
-    def attend(self, kernel: Attend, q: Queries, k: Keys, v: Keys, starts: Starts) -> Queries:
+    def attend(
+        self, kernel: Attend, q: CallQueries, k: CallKeys, v: CallKeys, starts: CallStarts
+    ) -> CallQueries:
         return kernel(q, k, v, starts)
 
     def positions(self, seq: int) -> Int[Array, " seq"]:
@@ -181,7 +182,7 @@ class Local:
         return seq
 
     def experts(
-        self, layer: Experts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
+        self, layer: RunExperts, x: jax.Array, leaves: ExpertLeaves, facts: TokenFacts
     ) -> jax.Array:
         return layer(x, leaves, facts, Exchange(chunk=self.expert_chunk))
 
@@ -234,11 +235,11 @@ def _arrays(gradients: Iterable[jax.Array | Tiled]) -> tuple[jax.Array, ...]:
     return tuple(each.tile if isinstance(each, Tiled) else each for each in gradients)
 
 
-Gathered = tuple[Weights, PyTree]
+GatheredWeights = tuple[Weights, PyTree]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gather(comm: Communicator, prefix: str, params: Arrays, x: PyTree) -> Gathered:
+def gather(comm: Communicator, prefix: str, params: Arrays, x: PyTree) -> GatheredWeights:
     """`comm.gather` made of its `fetch` and `scatter`."""
     params, x = lax.optimization_barrier((params, x))
     weights = comm.fetch(params, prefix)
@@ -253,7 +254,7 @@ def _gather_forward(comm: Communicator, prefix: str, params: Arrays, x: PyTree) 
     return gather(comm, prefix, params, x), {k: v[:0] for k, v in params.items()}
 
 
-def _gather_backward(comm: Communicator, prefix: str, like: Arrays, grads: Gathered) -> Any:
+def _gather_backward(comm: Communicator, prefix: str, like: Arrays, grads: GatheredWeights) -> Any:
     cotangents = {k: quantized_weights.cotangent(g) for k, g in grads[0].items()}
     shards = {k: g.astype(like[k].dtype) for k, g in comm.scatter(cotangents, prefix).items()}
     return {k: shards.get(k) for k in like}, grads[1]

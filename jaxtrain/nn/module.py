@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.mesh.axes import STACKING_AXES
 from jaxtrain.quantization.delayed import SCALES
 from jaxtrain.quantization.weights import QuantizedWeight
-
-Arrays = dict[str, Any]
 
 STACKED = {nnx.PARTITION_NAME: STACKING_AXES[0], "axes": STACKING_AXES[0]}
 """The `transform_metadata` of an nnx.vmap or nnx.scan that makes layers: it writes `layers` before
@@ -24,8 +23,8 @@ class ModuleSplit(NamedTuple):
     """Parts of a module: its static form, parameters, and all other state (BatchStat, ...)."""
 
     static: Any
-    params: Arrays
-    model_state: Arrays
+    params: Leaves
+    model_state: Leaves
     axes: dict[str, tuple[str | None, ...]]
     """Logical axes of every parameter."""
 
@@ -39,8 +38,8 @@ def take_apart(module: nnx.Module) -> ModuleSplit:
     """Returns the module's arrays by dotted path. Raises ValueError, with every such parameter,
     where the numbers of axis names and dims differ."""
     graph, state = nnx.split(module)
-    params: Arrays = {}
-    model_state: Arrays = {}
+    params: Leaves = {}
+    model_state: Leaves = {}
     axes = {}
     variables = []
     violations: list[str] = []
@@ -68,7 +67,7 @@ def with_attributes(static: _Static, **attributes: Any) -> _Static:
     return static._replace(graph=nnx.split(module)[0])
 
 
-def put_together(static: _Static, arrays: Arrays) -> Any:
+def put_together(static: _Static, arrays: Leaves) -> Any:
     """Returns the module with these arrays, parameters and other state together. A matrix in 8 bits
     gets its delayed scales, which its products read."""
 
@@ -118,6 +117,6 @@ def _misnamed(name: str, shape: tuple[int, ...], names: tuple[str | None, ...]) 
     return message
 
 
-def under(arrays: Arrays, prefix: str) -> Arrays:
+def under(arrays: Leaves, prefix: str) -> Leaves:
     """Entries below `prefix`, with the prefix removed from their names."""
     return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.vary import Index
-from jaxtrain.nn.communicator import Adapter, Communicator, Operand, Weights
+from jaxtrain.nn.communicator import Adapter, Communicator, Operand
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.stack import (
     Body,
@@ -42,11 +43,11 @@ from jaxtrain.quantization.formats import Scaled
 from jaxtrain.quantization.weights import (
     Operands,
     QuantizedWeight,
+    Weights,
     differentiated,
     standing_for,
 )
 
-Arrays = dict[str, jax.Array]
 Carry = TypeVar("Carry")
 
 

@@ -20,15 +20,13 @@ from jax import lax
 from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float, PyTree
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.tiles import TiledProducts
 from jaxtrain.overlap.alongside import Call, alongside
-from jaxtrain.quantization.weights import differentiated, standing_for
+from jaxtrain.quantization.weights import Weights, differentiated, standing_for
 
-Arrays = dict[str, jax.Array]
-Weights = dict[str, Any]
-"""Weights of a layer as it uses them: arrays, and `QuantizedWeight`s for matrices in 8 bits."""
 Gradients = dict[str, jax.Array | None]
 """Gradients of parameters, None for frozen ones."""
 Stream = PyTree[Float[Array, "tokens _"]]
@@ -226,7 +224,7 @@ Made = tuple[Arrays, Arrays]
 Kept = tuple[Saved, Weights | None]
 """A layer's residuals, and its weights unless the backward pass fetches them again."""
 
-Residuals = tuple[Arrays, PyTree, PyTree, Arrays]
+LayerResiduals = tuple[Arrays, PyTree, PyTree, Arrays]
 """Parameters, extras, what layers keep (a list of `Kept`, or stacked; with prefetch the last
 layer's is separate), and the tables."""
 
@@ -238,7 +236,7 @@ def _forward(
     extras: PyTree,
     tables: Arrays,
     keep_last: bool = False,
-) -> tuple[tuple[Stream, Weights], Residuals]:
+) -> tuple[tuple[Stream, Weights], LayerResiduals]:
     """Returns x after all layers, the tables as they are used, and what the backward pass needs.
     With prefetch the loop carries the next layer's weights, which are fetched during this layer.
 
@@ -284,7 +282,7 @@ def _forward(
 
 
 def _backward(
-    stack: Layers, residuals: Residuals, dy: Stream, dtables: Weights
+    stack: Layers, residuals: LayerResiduals, dy: Stream, dtables: Weights
 ) -> tuple[Arrays, Stream, Arrays]:
     """Gradients of the parameters (without frozen ones), stacked, of x, and of the tables. From the
     last layer to the first: weights that were not kept are fetched again, the layer is pulled back,
@@ -313,7 +311,7 @@ def _backward(
 
 
 def _backward_prefetched(
-    stack: Layers, residuals: Residuals, dy: Stream, dtables: Weights
+    stack: Layers, residuals: LayerResiduals, dy: Stream, dtables: Weights
 ) -> tuple[Arrays, Stream, Arrays]:
     """Double-buffered: fetches run one layer ahead, reduce-scatters one layer behind."""
     params, extras, (out, (saved, weights)), tables = residuals
@@ -374,7 +372,7 @@ def like(grads: Arrays, params: Arrays) -> Arrays:
 
 
 def _run_backward(
-    stack: Layers, residuals: Residuals, cotangents: tuple[Stream, Weights]
+    stack: Layers, residuals: LayerResiduals, cotangents: tuple[Stream, Weights]
 ) -> tuple[Gradients, Stream, None, Gradients]:
     grads, dx, of_tables = _backward(stack, residuals, *cotangents)
     params, _, _, tables = residuals

@@ -21,15 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.collectives.matmul import Tiled
-from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
-from jaxtrain.quantization.weights import QuantizedWeight, standing_for
+from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.mesh.axes import MeshAxes
+from jaxtrain.quantization.weights import QuantizedWeight, Weights, standing_for
 
-Arrays = dict[str, jax.Array]
-Weights = dict[str, Any]
-"""As `stack.Weights`."""
-Body = Callable[..., PyTree]
-"""As `stack.Body`."""
+LayerFunction = Callable[..., PyTree]
+"""A layer's body, as `stack.Body`."""
 
 
 @runtime_checkable
@@ -61,7 +60,7 @@ class TiledProducts:
 
     comm: GradientTiling
     prefix: str
-    body_of: Callable[[Any], Body]
+    body_of: Callable[[Any], LayerFunction]
     _names: list[frozenset[str]] = field(default_factory=list)
 
     def zeros(self, weights: Weights, x: PyTree, extras: PyTree) -> Arrays:
@@ -82,7 +81,7 @@ class TiledProducts:
                 zeros[name] = vary(jnp.zeros(shape, tiled.dtype), self.comm.axes)
         return zeros
 
-    def body(self, weights: Weights, zeros: Arrays) -> Body:
+    def body(self, weights: Weights, zeros: Arrays) -> LayerFunction:
         """The layer's body, in which these zeros get the gradients of their weights."""
         tilings = self.ways(weights)
         tiles = {k: replace(tilings[k], tile=zero) for k, zero in zeros.items()}

@@ -9,9 +9,9 @@ from jaxtrain.operations.block import Block, chain_with_ends, entry_members
 from jaxtrain.operations.collectives import Communication, HeadExchange, KeyGather
 from jaxtrain.operations.node import Node, Tensors
 
-Leaves = frozenset[tuple[int, str]]
+TrainedLeaves = frozenset[tuple[int, str]]
 """Names of leaves, each with the number of its block."""
-BELOW: Leaves = frozenset({(-1, "")})
+BELOW: TrainedLeaves = frozenset({(-1, "")})
 """What a gradient flows down to that the whole chain's input needs."""
 
 
@@ -19,9 +19,9 @@ class Flow(NamedTuple):
     """Trained leaves that a node's gradients flow down to: through its inputs, and its own.
     observed: its leaves, if scales of a product in 8 bits are to see the gradients of them all."""
 
-    inputs: Leaves = frozenset()
-    own: Leaves = frozenset()
-    observed: Leaves = frozenset()
+    inputs: TrainedLeaves = frozenset()
+    own: TrainedLeaves = frozenset()
+    observed: TrainedLeaves = frozenset()
 
     def __bool__(self) -> bool:
         return any(self)
@@ -49,7 +49,7 @@ def gradient_flows(
             needed = below if isinstance(below, bool) else number in below
             flows.append(Flow(BELOW if needed else frozenset()))
             continue
-        inputs = Leaves().union(*(leaves for n in node.inputs for leaves in flows[n]))
+        inputs = TrainedLeaves().union(*(leaves for n in node.inputs for leaves in flows[n]))
         if traded and inputs and isinstance(node.collective, HeadExchange):
             inputs |= BELOW
         leaves = [(node.block, name) for name in node.leaves]

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float
 
 from jaxtrain.collectives.buckets import Bucket
 from jaxtrain.collectives.named import sum_over
-from jaxtrain.mesh.sharding import Dims, LogicalAxes, partition_spec
+from jaxtrain.mesh.axes import Dims
+from jaxtrain.mesh.sharding import LogicalAxes, partition_spec
 from jaxtrain.optim.leaves import leaf_dims
 from jaxtrain.optim.shards import ByMatrix, LeafSum
 

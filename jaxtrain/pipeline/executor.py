@@ -21,12 +21,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import vary
 from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.nn.stack import Stream
 from jaxtrain.pipeline.slots import SlotTables
-from jaxtrain.pipeline.tick import Arrays, At, Carry, OnDevice, Tables, Tick, Trees, chunk_of
+from jaxtrain.pipeline.tick import Carry, OnDevice, StageWork, Tables, Tick, Trees, chunk_of
 
 
 class Sums(NamedTuple):
@@ -84,10 +85,10 @@ class Executor(Tables):
             return empty, Trees(None, None)
 
         def every(chunk: Arrays, x: Stream) -> tuple[PyTree, PyTree, Arrays]:
-            y, saved = stage.forward_with_residuals(chunk, x, At(0, 0))
-            grads, _, stash = stage.backward(saved, chunk, y, At(0, 0))
+            y, saved = stage.forward_with_residuals(chunk, x, StageWork(0, 0))
+            grads, _, stash = stage.backward(saved, chunk, y, StageWork(0, 0))
             if self.buffers.stashes:
-                grads = {**grads, **stage.weight_gradients(stash, chunk, At(0, 0))}
+                grads = {**grads, **stage.weight_gradients(stash, chunk, StageWork(0, 0))}
             return saved, stash, grads
 
         saved, stash, grads = jax.eval_shape(every, chunk_of(device.blocks, 0), zero)

@@ -26,7 +26,7 @@ from jaxtrain.pipeline.analysis import (
 )
 from jaxtrain.pipeline.schedule import Schedule
 
-Table = Int[np.ndarray, "ticks stages"]
+TickTable = Int[np.ndarray, "ticks stages"]
 
 
 class SlotTables(NamedTuple):
@@ -166,7 +166,7 @@ def _forward_rows(schedule: Schedule, input_of: Works, residuals_of: Works) -> S
     )
 
 
-def _at(table: Table, number: Works) -> Table:
+def _at(table: TickTable, number: Works) -> TickTable:
     """Number of the work in each entry, -1 if there is none."""
     stages = np.arange(table.shape[1])
     return np.where(table >= 0, number[np.maximum(table, 0), stages], -1)
@@ -179,7 +179,7 @@ def _microbatches(
     return np.where((column >= 0) & (column % chunks == chunk), column // chunks, -1)
 
 
-def _receive(table: Table, number: Works, chunks: int, way: int) -> Table:
+def _receive(table: TickTable, number: Works, chunks: int, way: int) -> TickTable:
     """Buffer for the value that a neighbour sends at a tick's end: the previous stage (way 1), or
     the next (-1). From the last stage to the first it goes to the next chunk."""
     sent = np.roll(table, way, axis=1)

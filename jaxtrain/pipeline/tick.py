@@ -13,13 +13,12 @@ from jax import lax
 from jax.tree_util import PyTreeDef
 from jaxtyping import PyTree
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.losses.cross_entropy import LossSums, refuse_other_sums
 from jaxtrain.nn.stack import Stream
 from jaxtrain.pipeline.slots import SlotTables, StageBuffers
-
-Arrays = dict[str, jax.Array]
 
 Tree = TypeVar("Tree")
 
@@ -41,28 +40,30 @@ class Stage(Protocol):
         last. Differentiable."""
         ...
 
-    def forward(self, chunk: Arrays, x: Stream, work: At) -> Stream:
+    def forward(self, chunk: Arrays, x: Stream, work: StageWork) -> Stream:
         """Runs the chunk's layers."""
         ...
 
-    def forward_with_residuals(self, chunk: Arrays, x: Stream, work: At) -> tuple[Stream, PyTree]:
+    def forward_with_residuals(
+        self, chunk: Arrays, x: Stream, work: StageWork
+    ) -> tuple[Stream, PyTree]:
         """`forward`, and the residuals of `backward`: arrays, no weights."""
         ...
 
     def backward(
-        self, saved: PyTree, chunk: Arrays, dy: Stream, work: At
+        self, saved: PyTree, chunk: Arrays, dy: Stream, work: StageWork
     ) -> tuple[Arrays, Stream, PyTree]:
         """Returns gradients of the chunk, ready to accumulate, and of x; and a tree of arrays from
         which `weight_gradients` computes the other gradients."""
         ...
 
-    def weight_gradients(self, stash: PyTree, chunk: Arrays, work: At) -> Arrays:
+    def weight_gradients(self, stash: PyTree, chunk: Arrays, work: StageWork) -> Arrays:
         """Returns the gradients that `backward` left out, in a schedule with W."""
         ...
 
 
-class At(NamedTuple):
-    """A work: the numbers of its chunk and microbatch."""
+class StageWork(NamedTuple):
+    """What a stage computes in a tick: a chunk, for a microbatch, by their numbers."""
 
     chunk: Index
     microbatch: Index
@@ -337,9 +338,9 @@ class Tick:
             pairs = [(a, b) for a, b in pairs if b - a == way]
         return lax.ppermute(x, self.run.stage, pairs)
 
-    def _at(self, row: jax.Array) -> At:
+    def _at(self, row: jax.Array) -> StageWork:
         work = jnp.maximum(self._own(row), 0)
-        return At(work % self.run.chunks, work // self.run.chunks)
+        return StageWork(work % self.run.chunks, work // self.run.chunks)
 
     def _own(self, row: jax.Array) -> jax.Array:
         return row[lax.axis_index(self.run.stage)]

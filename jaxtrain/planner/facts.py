@@ -6,12 +6,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxtrain.mesh.axes import Dims
 from jaxtrain.mesh.roles import Roles
 from jaxtrain.models.description import ModelDescription
 from jaxtrain.moe.room import chunk_count
-
-Dims = tuple[tuple[str, ...], ...]
-"""For each dim of a tensor the mesh axes it is split over, major first."""
 
 
 @dataclass(frozen=True)

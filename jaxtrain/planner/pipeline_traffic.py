@@ -20,7 +20,7 @@ from jaxtrain.planner.backward_work import body_work, fetched_again, stack_works
 from jaxtrain.planner.facts import PipelineFacts, StepFacts
 from jaxtrain.planner.sent import Sent, collective_traffic, times, ways
 from jaxtrain.planner.weight_traffic import (
-    Leaves,
+    LeafTable,
     fetches,
     gathers,
     scatters,
@@ -57,7 +57,7 @@ def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
         yield from to_optimizer(facts, facts.leaves)
 
 
-def _stack_and_outside(facts: StepFacts) -> tuple[Leaves, Leaves]:
+def _stack_and_outside(facts: StepFacts) -> tuple[LeafTable, LeafTable]:
     """Returns the leaves of the pipeline, and those outside it."""
     blocks = {k: leaf for k, leaf in facts.leaves.items() if k.startswith(STACK)}
     return blocks, {k: leaf for k, leaf in facts.leaves.items() if k not in blocks}
@@ -203,7 +203,7 @@ def _weights(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
     yield from _weight_gradients(facts, p, {k: v for k, v in blocks.items() if k not in made_by_b})
 
 
-def _made_before(facts: StepFacts, blocks: Leaves) -> Leaves:
+def _made_before(facts: StepFacts, blocks: LeafTable) -> LeafTable:
     """Returns the matrices whose gradients B computes even if there is a W."""
     names = {
         path + weight.leaf
@@ -221,7 +221,7 @@ def _weight_gathers(
     yield from times(fetches(facts, why, blocks, layers=p.chunks * p.depth, read=read), turns)
 
 
-def _weight_gradients(facts: StepFacts, p: PipelineFacts, blocks: Leaves) -> Iterator[Sent]:
+def _weight_gradients(facts: StepFacts, p: PipelineFacts, blocks: LeafTable) -> Iterator[Sent]:
     """Yields the scatters of a chunk's gradients: turn by turn to the weights' split at rest, then
     all of them to the optimizer's split."""
     if facts.sharded:

@@ -11,11 +11,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.mesh.links import bytes_per_s, scope_of
 from jaxtrain.moe.grouped import takes_8_bits
 from jaxtrain.operations.block import deferred_matrices, mixtures
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
-from jaxtrain.planner.sent import MeshAxes
 from jaxtrain.planner.traffic import step_traffic
 from jaxtrain.program.collectives import SENT
 from jaxtrain.step.assembly import Assembly

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jaxtrain.collectives.cost.steps import Permute, itemsize_of, schedule
-from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
-
-MeshAxes = tuple[str, ...]
+from jaxtrain.mesh.axes import Dims, MeshAxes
+from jaxtrain.planner.facts import LeafFacts, StepFacts
 
 KINDS = {
     "all_gather": "all-gather",

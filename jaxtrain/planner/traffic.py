@@ -10,13 +10,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Set
 
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.models.description import STACK, named_by
 from jaxtrain.planner import token_traffic as tokens
 from jaxtrain.planner.backward_work import fetched_again, works
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.planner.optimizer_traffic import optimizer_traffic
 from jaxtrain.planner.pipeline_traffic import pipeline_traffic
-from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, times
+from jaxtrain.planner.sent import Sent, collective_traffic, local_elements, times
 from jaxtrain.planner.weight_traffic import (
     fetches,
     gathers,

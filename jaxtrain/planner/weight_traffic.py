@@ -6,18 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import NamedTuple
 
-from jaxtrain.mesh.axes import keeps_dtype
+from jaxtrain.mesh.axes import Dims, MeshAxes, keeps_dtype
 from jaxtrain.overlap.spans import bundle_count
-from jaxtrain.planner.facts import Dims, LeafFacts, StepFacts
-from jaxtrain.planner.sent import MeshAxes, Sent, collective_traffic, local_elements, ways
+from jaxtrain.planner.facts import LeafFacts, StepFacts
+from jaxtrain.planner.sent import Sent, collective_traffic, local_elements, ways
 
-Leaves = Mapping[str, LeafFacts]
+LeafTable = Mapping[str, LeafFacts]
 
 
 def fetches(
     facts: StepFacts,
     why: str,
-    leaves: Leaves,
+    leaves: LeafTable,
     *,
     layers: int = 1,
     read: Set[str] | None = None,
@@ -34,7 +34,7 @@ def fetches(
 def weight_maxima(
     facts: StepFacts,
     why: str,
-    leaves: Leaves,
+    leaves: LeafTable,
     *,
     gathered: bool,
     read: Set[str] | None = None,
@@ -58,7 +58,7 @@ def weight_maxima(
 
 
 def _maxima_of(
-    facts: StepFacts, why: str, narrow: Leaves, gathered: bool, apart: MeshAxes
+    facts: StepFacts, why: str, narrow: LeafTable, gathered: bool, apart: MeshAxes
 ) -> list[Sent]:
     """Returns the all-reduce of the maxima of matrices scaled together. apart: mesh axes whose
     devices have different experts."""
@@ -71,14 +71,14 @@ def _maxima_of(
     return collective_traffic(facts, f"greatest {why}", "all_reduce", "lax", axes, "float32", count)
 
 
-def _narrow(facts: StepFacts, leaves: Leaves) -> Leaves:
+def _narrow(facts: StepFacts, leaves: LeafTable) -> LeafTable:
     return {k: leaf for k, leaf in leaves.items() if facts.narrow and k in facts.model.narrowed}
 
 
 def gathers(
     facts: StepFacts,
     why: str,
-    leaves: Leaves,
+    leaves: LeafTable,
     *,
     layers: int = 1,
     once: bool = False,
@@ -107,7 +107,7 @@ def gathers(
     return sent
 
 
-def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> list[Sent]:
+def scatters(facts: StepFacts, why: str, leaves: LeafTable, *, layers: int = 1) -> list[Sent]:
     """Returns the reduce-scatters of trained leaves' gradients, in the dtype of sums."""
     leaves, algorithm, sent = _trained_leaves(leaves), facts.algorithms.weight_gradients, []
     tiled = _tiled(facts, leaves)
@@ -124,7 +124,7 @@ def scatters(facts: StepFacts, why: str, leaves: Leaves, *, layers: int = 1) -> 
     return sent
 
 
-def _tiled(facts: StepFacts, leaves: Leaves) -> dict[str, MeshAxes]:
+def _tiled(facts: StepFacts, leaves: LeafTable) -> dict[str, MeshAxes]:
     """Returns the leaves whose gradients are scattered while they are computed, and over which mesh
     axes: products' weights split along exactly one more dim at rest than in use."""
     if not facts.algorithms.tiled:
@@ -136,7 +136,7 @@ def _tiled(facts: StepFacts, leaves: Leaves) -> dict[str, MeshAxes]:
     }
 
 
-def to_optimizer(facts: StepFacts, leaves: Leaves, *, parts: int = 1) -> Iterator[Sent]:
+def to_optimizer(facts: StepFacts, leaves: LeafTable, *, parts: int = 1) -> Iterator[Sent]:
     """Yields the reduce-scatters of gradients from the backward pass's split to the optimizer's; of
     one part in `parts` of each leaf."""
     leaves = _trained_leaves(leaves)
@@ -160,7 +160,7 @@ def updated_param_gathers(facts: StepFacts) -> Iterator[Sent]:
         yield from _together(facts, "updated parameters", "all_gather", leaves)
 
 
-def _trained_leaves(leaves: Leaves) -> Leaves:
+def _trained_leaves(leaves: LeafTable) -> LeafTable:
     return {k: leaf for k, leaf in leaves.items() if leaf.trained}
 
 
@@ -175,7 +175,7 @@ class _Bundle(NamedTuple):
 
 
 def _bundles(
-    facts: StepFacts, leaves: Leaves, dtype: Callable[[str], str], algorithm: str, layers: int
+    facts: StepFacts, leaves: LeafTable, dtype: Callable[[str], str], algorithm: str, layers: int
 ) -> Iterator[_Bundle]:
     """Yields the bundles of one layer in `layers`.
 

@@ -22,7 +22,7 @@ from jaxtrain.program.totals import fold
 
 _Key = TypeVar("_Key")
 
-Place = tuple[str, int]
+InstructionPlace = tuple[str, int]
 """Place of an instruction: its computation, and its index there in schedule order."""
 
 
@@ -55,7 +55,7 @@ class Overlap:
 
     parts: tuple[Collective, ...]
     asynchronous: bool
-    between: tuple[tuple[Place, MatmulWork], ...] = ()
+    between: tuple[tuple[InstructionPlace, MatmulWork], ...] = ()
 
     @property
     def work(self) -> MatmulWork:
@@ -163,8 +163,8 @@ def _sent_behind(
     a matmul go to the collectives under way, first to the one that is awaited first."""
     left = {id(overlap): overlap.wire_bytes / max(overlap.count, 1) for overlap in windows}
     run_bytes = dict(left)
-    under_way: dict[Place, list[Overlap]] = defaultdict(list)
-    work: dict[Place, MatmulWork] = {}
+    under_way: dict[InstructionPlace, list[Overlap]] = defaultdict(list)
+    work: dict[InstructionPlace, MatmulWork] = {}
     for overlap in windows:
         for place, matmuls in overlap.between:
             if matmuls:
@@ -182,7 +182,7 @@ def _sent_behind(
 
 def _windows(
     module: Module, kernel_flops: float
-) -> dict[str, tuple[tuple[Place, MatmulWork], ...]]:
+) -> dict[str, tuple[tuple[InstructionPlace, MatmulWork], ...]]:
     """Name of every asynchronous collective -> the instructions from start to done, both included,
     with their work.
 

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxtrain.collectives.vary import MeshAxes, vary
-from jaxtrain.mesh.sharding import Dims, partition_spec
+from jaxtrain.collectives.vary import vary
+from jaxtrain.mesh.axes import Dims, MeshAxes
+from jaxtrain.mesh.sharding import partition_spec
 from jaxtrain.quantization.weights import QuantizedWeight
 
 

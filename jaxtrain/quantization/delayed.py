@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from jaxtrain.collectives.vary import MeshAxes
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.quantization.formats import (
     Format,
     Scaled,

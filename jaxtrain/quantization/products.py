@@ -50,13 +50,13 @@ from jaxtrain.quantization.weights import (
 )
 
 Outputs = tuple[Float[Array, "all_tokens _"], ...]
-Weight = QuantizedWeight | Float[Array, "k _"]
+ColumnWeight = QuantizedWeight | Float[Array, "k _"]
 Factors = tuple[Float[Array, "k rank"], Float[Array, "rank columns"]]
 MOST_TERMS = (2**31 - 1) // 127**2
 """Largest number of integer products whose sum always fits int32."""
 
 
-def column(ways: Ways, x: Float[Array, "tokens k"], weights: tuple[Weight, ...]) -> Outputs:
+def column(ways: Ways, x: Float[Array, "tokens k"], weights: tuple[ColumnWeight, ...]) -> Outputs:
     """`Communicator.column` in 8 bits: x @ w for weights split by column. x: this device's share of
     the tokens. weights: arrays among them come last, and multiply the rounded x."""
     narrow = [isinstance(w, QuantizedWeight) for w in weights]
@@ -207,7 +207,7 @@ def _output_gradients(
     ]
 
 
-def _gradient(weight: Weight, x: Scaled, dy: Scaled, dscales: Any = None) -> Any:
+def _gradient(weight: ColumnWeight, x: Scaled, dy: Scaled, dscales: Any = None) -> Any:
     """Cotangent of a weight that was saved by `kept`. dscales: that of its scales."""
     if not isinstance(weight, QuantizedWeight):
         return _product_gradient(x, dy, None, weight.dtype)
@@ -234,12 +234,12 @@ def _product_gradient(
     return tiled.gradient(x.numbers, dy.numbers, product=scaled)
 
 
-def _is_later(weight: Weight) -> bool:
+def _is_later(weight: ColumnWeight) -> bool:
     """Returns True for a weight whose gradient is computed later."""
     return isinstance(weight, QuantizedWeight) and isinstance(weight.stand_in, Operands)
 
 
-def _scaled(weight: Weight) -> Scaled:
+def _scaled(weight: ColumnWeight) -> Scaled:
     """A weight's numbers and scale."""
     return weight.value if isinstance(weight, QuantizedWeight) else _wide(weight)
 
@@ -272,21 +272,21 @@ _row_output.defvjp(_once_only, _once_only)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _column(ways: Ways, x: Float[Array, "tokens k"], weights: tuple[Weight, ...]) -> Outputs:
+def _column(ways: Ways, x: Float[Array, "tokens k"], weights: tuple[ColumnWeight, ...]) -> Outputs:
     return _column_forward(ways, x, weights)[0]
 
 
 def _column_forward(
     ways: Ways, x: Float[Array, "tokens k"], weights: tuple[Any, ...]
-) -> tuple[Outputs, tuple[Scaled, Any, tuple[Weight, ...]]]:
+) -> tuple[Outputs, tuple[Scaled, Any, tuple[ColumnWeight, ...]]]:
     narrow, of_x = _input(ways, x, weights[0])
     outs = _column_outputs(ways, narrow, tuple(map(_scaled, weights)))
     return outs, (narrow, of_x, tuple(map(kept, weights)))
 
 
 def _column_backward(
-    ways: Ways, saved: tuple[Scaled, Any, tuple[Weight, ...]], dys: Outputs
-) -> tuple[Float[Array, "tokens k"], tuple[Weight, ...]]:
+    ways: Ways, saved: tuple[Scaled, Any, tuple[ColumnWeight, ...]], dys: Outputs
+) -> tuple[Float[Array, "tokens k"], tuple[ColumnWeight, ...]]:
     x, of_x, weights = saved
     quantised = [w for w in weights if isinstance(w, QuantizedWeight)]
     arrays = weights[len(quantised) :]

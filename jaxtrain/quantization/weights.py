@@ -18,12 +18,16 @@ from jaxtrain.collectives.choice import Exact
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.matmul import Tiled
 from jaxtrain.collectives.ring import Ring
-from jaxtrain.collectives.vary import MeshAxes, vary, varying_axes
+from jaxtrain.collectives.vary import vary, varying_axes
+from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.quantization.delayed import entry, quantized_by, scale_of
 from jaxtrain.quantization.formats import Format, Scaled, greatest_of_matrices
 from jaxtrain.quantization.recipe import Products
 
 Value = TypeVar("Value")
+Weights = dict[str, Any]
+"""Weights of a layer by name, as it uses them: arrays, and `QuantizedWeight`s for matrices in 8
+bits."""
 
 
 @partial(

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.step.batches import DOCUMENTS, Batch
+from jaxtrain.data.dataset import Batch
+from jaxtrain.step.batches import DOCUMENTS
 
 WEIGHTS = "weights"
 """Field of a batch that losses are multiplied by."""

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.collectives.named import sum_over
 from jaxtrain.losses.token_scores import MARKS, TokenScores
 from jaxtrain.nn.module import with_attributes
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.train_step import evaluated_on, evaluation_loss
 
-Arrays = dict[str, Any]
-
 
 def make_score_step(
     assembly: Assembly, mesh: jax.sharding.Mesh, weights: str
-) -> Callable[[Arrays, Arrays, Arrays], jax.Array]:
+) -> Callable[[Leaves, Leaves, Leaves], jax.Array]:
     """(params, model state, batch [`evaluated_at_once`, rows, ...]) -> losses in nats, fp32, with
     the shape and sharding of the batch's field `weights`.
 
@@ -33,7 +31,7 @@ def make_score_step(
 
 def make_token_step(
     assembly: Assembly, mesh: jax.sharding.Mesh, weights: str
-) -> Callable[[Arrays, Arrays, Arrays], tuple[jax.Array, ...]]:
+) -> Callable[[Leaves, Leaves, Leaves], tuple[jax.Array, ...]]:
     """(params, model state, batch) -> those losses, and 1 where a target is the likeliest id. For
     models whose `leave` honours `objective`; the batch also has `MARKS`, of any numbers."""
     return _derivatives(_with_token_scores(assembly), mesh, (weights, MARKS))
@@ -41,13 +39,13 @@ def make_token_step(
 
 def _derivatives(
     assembly: Assembly, mesh: jax.sharding.Mesh, fields: tuple[str, ...]
-) -> Callable[[Arrays, Arrays, Arrays], tuple[jax.Array, ...]]:
+) -> Callable[[Leaves, Leaves, Leaves], tuple[jax.Array, ...]]:
     """Returns the program of the loss's derivatives with respect to fields of the batch, which are
     split alike."""
     on_device = evaluation_loss(assembly, mesh)
 
-    def derivatives(params: Arrays, model_state: Arrays, batch: Arrays) -> tuple[jax.Array, ...]:
-        def total(values: Arrays) -> jax.Array:
+    def derivatives(params: Leaves, model_state: Leaves, batch: Leaves) -> tuple[jax.Array, ...]:
+        def total(values: Leaves) -> jax.Array:
             return on_device(params, model_state, {**batch, **values}).loss
 
         of_fields = jax.grad(total)({name: batch[name] for name in fields})

@@ -15,9 +15,10 @@ from jaxtrain.data.synthetic import NO_TEXT
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.files.cache import cache_directory
+from jaxtrain.mesh.axes import Dims
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
-from jaxtrain.mesh.sharding import Dims, Leaf, LogicalAxes, ways
+from jaxtrain.mesh.sharding import Leaf, LogicalAxes, ways
 from jaxtrain.models.stage import stream_share
 from jaxtrain.pipeline.analysis import bubble, cost, slots
 from jaxtrain.pipeline.overhead import published_in_flight

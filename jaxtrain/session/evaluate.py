@@ -26,7 +26,7 @@ from jaxtrain.step.state import TrainState, averaged_params
 from jaxtrain.step.train_step import make_evaluation_step
 from jaxtrain.tasks.running import OpenTasks
 
-Values = dict[str, float]
+EvalMetrics = dict[str, float]
 
 
 class Evaluator:
@@ -45,7 +45,7 @@ class Evaluator:
         self._step: Any = None
         self._scales: Any = None
 
-    def __call__(self, state: TrainState, *, batches: int | None) -> Values:
+    def __call__(self, state: TrainState, *, batches: int | None) -> EvalMetrics:
         """Returns eval_loss (nats per weighted token) and, where tokens stand for bytes,
         bits_per_byte; none if no token has a weight. Values of a set have its name, as in
         eval_loss/code.
@@ -61,7 +61,9 @@ class Evaluator:
             values |= {f"{metric}{end}": value for metric, value in of_set.items()}
         return values if self._tasks is None else values | self._tasks(params, state.model_state)
 
-    def _evaluate(self, name: str, params: Any, model_state: Any, batches: int | None) -> Values:
+    def _evaluate(
+        self, name: str, params: Any, model_state: Any, batches: int | None
+    ) -> EvalMetrics:
         held_out, placed_rows = self._sets[name], self._placed[name]
         pieces = range(held_out.pieces(batches))
         parts: list[Any] = []

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.mesh.axes import Dims
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.mesh.sharding import Dims, Leaf, PaddedAxis, ways
+from jaxtrain.mesh.sharding import Leaf, PaddedAxis, ways
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.pipeline.layout import CHUNKS
 from jaxtrain.step.assembly import Assembly

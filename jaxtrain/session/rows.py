@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import BatchRamp, Dataset, batch_of
+from jaxtrain.data.dataset import Batch
 from jaxtrain.experiment import Experiment
 from jaxtrain.models.layered import description_of
 from jaxtrain.scoring.ended import WEIGHTS
-from jaxtrain.step.batches import Batch
 from jaxtrain.validation.experiment import sample_length_violations
 from jaxtrain.validation.model import vocab_of
 from jaxtrain.validation.own_data import (

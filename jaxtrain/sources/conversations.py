@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtrain.sources.document import Document, Piece
 from jaxtrain.sources.records import (
-    Place,
+    PlaceOf,
     RecordFiles,
     json_object,
     line_ranges,
@@ -48,7 +48,7 @@ class MessageFiles(RecordFiles, ABC):
     def split_file(self, piece: Piece) -> Iterator[Piece]:
         return iter((piece,)) if _is_parquet(piece) else line_ranges(piece)
 
-    def records(self, piece: Piece) -> Iterator[tuple[Place, Any]]:
+    def records(self, piece: Piece) -> Iterator[tuple[PlaceOf, Any]]:
         if not _is_parquet(piece):
             return lines_of(piece)
         rows = parquet_records(piece, self.columns, self.unsuitable)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.sources.conversations import MessageFiles, conversation
 from jaxtrain.sources.document import Document, Piece
 from jaxtrain.sources.records import json_object, value_at
+from jaxtrain.tokenizers.assistant_turns import Messages
 from jaxtrain.tokenizers.chat import LEARN, checked_messages, kind_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Messages = list[dict[str, Any]]
 NOT_ASKED = "[null]"
 """Prompt of a conversation in which the assistant alone writes."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Place = Callable[[], str]
+PlaceOf = Callable[[], str]
 """Says where a record is: file and line, or row."""
 
 RANGE_BYTES = 16 << 20
@@ -46,7 +46,7 @@ class RecordFiles(FileSource, ABC):
             raise ValueError(f"{type(self).__name__}: on_bad={self.on_bad!r}; use refuse or skip")
 
     @abstractmethod
-    def records(self, piece: Piece) -> Iterator[tuple[Place, Any]]:
+    def records(self, piece: Piece) -> Iterator[tuple[PlaceOf, Any]]:
         """The records of a piece as they stand there, each with its place. Raises ValueError where
         no further one can be read."""
 
@@ -103,7 +103,7 @@ class JsonLines(TextRecords):
     def split_file(self, piece: Piece) -> Iterator[Piece]:
         yield from line_ranges(piece)
 
-    def records(self, piece: Piece) -> Iterator[tuple[Place, bytes]]:
+    def records(self, piece: Piece) -> Iterator[tuple[PlaceOf, bytes]]:
         yield from lines_of(piece)
 
     def document(self, record: bytes) -> Document:
@@ -117,7 +117,7 @@ def line_ranges(piece: Piece) -> Iterator[Piece]:
         yield piece._replace(start=start, stop=min(start + step, piece.stop))
 
 
-def lines_of(piece: Piece) -> Iterator[tuple[Place, bytes]]:
+def lines_of(piece: Piece) -> Iterator[tuple[PlaceOf, bytes]]:
     """The lines that start in a piece and are not blank, each with its place."""
     for offset, line in _lines_that_start_in(piece):
         line = line.removeprefix(BOM) if offset == 0 else line
@@ -204,7 +204,7 @@ class Csv(TextRecords):
 
     suffixes: ClassVar[tuple[str, ...]] = (".csv",)
 
-    def records(self, piece: Piece) -> Iterator[tuple[Place, dict[str, Any]]]:
+    def records(self, piece: Piece) -> Iterator[tuple[PlaceOf, dict[str, Any]]]:
         csv.field_size_limit(LONGEST_FIELD)
         with open_bytes(piece.path) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -233,13 +233,13 @@ class Parquet(TextRecords):
 
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
-    def records(self, piece: Piece) -> Iterator[tuple[Place, dict[str, Any]]]:
+    def records(self, piece: Piece) -> Iterator[tuple[PlaceOf, dict[str, Any]]]:
         yield from parquet_records(piece, self.fields, _no_strings)
 
 
 def parquet_records(
     piece: Piece, columns: list[str], unsuitable: Callable[[str, pyarrow.DataType], str | None]
-) -> Iterator[tuple[Place, dict[str, Any]]]:
+) -> Iterator[tuple[PlaceOf, dict[str, Any]]]:
     """The rows of a Parquet file, each with its place. unsuitable: says what is wrong with a column
     of a type, None for nothing. Raises ValueError for files and columns that cannot be read."""
     import pyarrow as pa

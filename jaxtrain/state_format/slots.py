@@ -16,14 +16,14 @@ import numpy as np
 
 from jaxtrain.state_format.chunks import Box
 
-Index = tuple[Any, ...]
+ArrayIndex = tuple[Any, ...]
 
 
 class BoxPiece(NamedTuple):
     """A box of the stored leaf, and its place in the part of the array."""
 
     box: Box
-    place: Index
+    place: ArrayIndex
 
 
 @dataclass(frozen=True, eq=False)

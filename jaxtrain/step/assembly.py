@@ -25,13 +25,12 @@ from jaxtrain.experiment.platform_kernels import (
     types_checked,
     with_kernels,
 )
-from jaxtrain.mesh.axes import STAGE
+from jaxtrain.mesh.axes import STAGE, Dims
 from jaxtrain.mesh.compiler_options import with_defaults
 from jaxtrain.mesh.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.roles import Roles, roles_of
 from jaxtrain.mesh.sharding import (
-    Dims,
     Leaf,
     LogicalAxes,
     activation_dims,

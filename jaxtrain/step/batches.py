@@ -11,7 +11,6 @@ import numpy as np
 from jaxtrain.data import Dataset
 from jaxtrain.data.loader import RowSource
 
-Batch = dict[str, np.ndarray]
 DOCUMENTS = "segments"
 """Field with the number of each token's document."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.mesh.links import flops_per_byte
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.explicit import Explicit
@@ -15,8 +16,6 @@ from jaxtrain.nn.local import Local
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import Reduction
 
-Arrays = dict[str, Any]
-
 
 @dataclass(frozen=True, eq=False)
 class _SummedByLayer(Explicit):
@@ -24,7 +23,7 @@ class _SummedByLayer(Explicit):
 
     reduction: Reduction = field(kw_only=True)
 
-    def scatter(self, grads: Arrays, prefix: str, tiles: Arrays | None = None) -> Arrays:
+    def scatter(self, grads: Leaves, prefix: str, tiles: Leaves | None = None) -> Leaves:
         return self.reduction.all_reduce_layer(super().scatter(grads, prefix, tiles), prefix)
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.collectives.algorithm import Algorithm
 from jaxtrain.collectives.buckets import SMALL_LEAF, buckets
 from jaxtrain.collectives.lax_form import Lax
@@ -27,12 +28,11 @@ from jaxtrain.collectives.vary import same, vary
 from jaxtrain.compression.residuals import Residuals
 from jaxtrain.compression.sums import pay_back
 from jaxtrain.losses.cross_entropy import LossSums
-from jaxtrain.mesh.sharding import Dims, Leaf, partition_spec, ways
+from jaxtrain.mesh.axes import Dims
+from jaxtrain.mesh.sharding import Leaf, partition_spec, ways
 from jaxtrain.nn.bundle import bundles, gather_bundle, rounds, scatter_bundle
 
-Arrays = dict[str, Any]
-
-LossFunction = Callable[[Arrays, Arrays, Arrays, Any], tuple[LossSums, Arrays]]
+LossFunction = Callable[[Leaves, Leaves, Leaves, Any], tuple[LossSums, Leaves]]
 """(params, model state, microbatch, key) -> (shares of the sums, updated model state)."""
 
 
@@ -43,21 +43,21 @@ class Gradients(NamedTuple):
     """
 
     sums: LossSums
-    grads: Arrays
-    model_state: Arrays
+    grads: Leaves
+    model_state: Leaves
     residuals: Residuals = {}  # noqa: RUF012 (never changed)
-    exact: Arrays = {}  # noqa: RUF012
+    exact: Leaves = {}  # noqa: RUF012
 
 
 def accumulate(
     loss: LossFunction,
-    params: Arrays,
-    model_state: Arrays,
-    batch: Arrays,
+    params: Leaves,
+    model_state: Leaves,
+    batch: Leaves,
     *,
     key: jax.Array,
     scale: jax.Array,
-    reduce_microbatch: Callable[[Arrays], Arrays],
+    reduce_microbatch: Callable[[Leaves], Leaves],
     types: Callable[[Any], Any],
     frozen: Set[str] = frozenset(),
 ) -> Gradients:
@@ -70,10 +70,10 @@ def accumulate(
 
     moved = {k: p for k, p in params.items() if k not in frozen}
 
-    def one(model_state: Arrays, indexed: Any) -> tuple[LossSums, Arrays, Arrays]:
+    def one(model_state: Leaves, indexed: Any) -> tuple[LossSums, Leaves, Leaves]:
         number, micro = indexed
 
-        def scaled(moved: Arrays) -> tuple[jax.Array, tuple[LossSums, Arrays]]:
+        def scaled(moved: Leaves) -> tuple[jax.Array, tuple[LossSums, Leaves]]:
             used = {**params, **moved}
             sums, updated = loss(used, model_state, micro, jax.random.fold_in(key, number))
             return sums.loss * scale, (sums, updated)
@@ -120,16 +120,16 @@ class Reduction(NamedTuple):
         """Names of the leaves that have no gradient."""
         return frozenset(name for name, place in self.places.items() if not place.trained)
 
-    def reduce_microbatch(self, grads: Arrays) -> Arrays:
+    def reduce_microbatch(self, grads: Leaves) -> Leaves:
         """Casts one microbatch's gradients to fp32; scatters them if that is per microbatch."""
         grads = {k: g.astype(jnp.float32) for k, g in grads.items()}
         return self._scatter(grads) if self.sharded else grads
 
-    def reduce_step(self, grads: Arrays) -> Arrays:
+    def reduce_step(self, grads: Leaves) -> Leaves:
         """Once a step: remaining scatters, then sums over axes on which leaves are replicated."""
         return self.all_reduce(self.scatter_remaining(grads))
 
-    def scatter_remaining(self, grads: Arrays) -> Arrays:
+    def scatter_remaining(self, grads: Leaves) -> Leaves:
         """ZeRO-1: reduce-scatters the accumulated gradients; otherwise the identity."""
         return grads if self.sharded else self._scatter(grads)
 
@@ -137,7 +137,7 @@ class Reduction(NamedTuple):
         """The split in which the backward pass leaves a leaf's gradient."""
         return place.params if self.sharded else place.in_use
 
-    def _scatter(self, grads: Arrays) -> Arrays:
+    def _scatter(self, grads: Leaves) -> Leaves:
         places = {name: self.places[name] for name in grads}
         for split in rounds({k: (self.gradient_split(p), p.optimizer) for k, p in places.items()}):
             parts = {k: grads[k].size // ways(axes, self.sizes) for k, (_, axes) in split.items()}
@@ -145,7 +145,7 @@ class Reduction(NamedTuple):
                 grads = scatter_bundle(grads, bundle, self.scatter_by, "optimizer gradients")
         return grads
 
-    def gather_updated_params(self, shards: Arrays) -> Arrays:
+    def gather_updated_params(self, shards: Leaves) -> Leaves:
         """Gathers parameters that each device has updated in part (ZeRO-1 and 2) to their split at
         rest, small ones together."""
         places = {name: self.places[name] for name in shards}
@@ -173,7 +173,7 @@ class Reduction(NamedTuple):
             self.layers and "layers" in place.axes and self.gradient_split(place) == place.optimizer
         )
 
-    def all_reduce_layer(self, grads: Arrays, prefix: str) -> Arrays:
+    def all_reduce_layer(self, grads: Leaves, prefix: str) -> Leaves:
         """Sums one layer's `by_layer` gradients in fp32; names are without `prefix`. Results are
         typed as varying, as all values of the backward pass."""
         axes = {k: self.replicated_axes(prefix + k) for k in grads if self.by_layer(prefix + k)}
@@ -181,7 +181,7 @@ class Reduction(NamedTuple):
         summed = self._all_reduce(unsummed, axes, "layer gradients", "layer gradients")
         return {**grads, **{k: vary(g, tuple(self.sizes)) for k, g in summed.items()}}
 
-    def all_reduce(self, grads: Arrays) -> Arrays:
+    def all_reduce(self, grads: Leaves) -> Leaves:
         """Sums the gradients that the backward pass has not summed, over the axes on which a leaf
         is replicated."""
         axes = {name: self.replicated_axes(name) for name in grads}
@@ -189,7 +189,7 @@ class Reduction(NamedTuple):
         remaining = {k: g for k, g in grads.items() if k not in done}
         return done | self._all_reduce(remaining, axes, "gradients", "small gradients")
 
-    def _all_reduce(self, grads: Arrays, axes: Mapping[str, Any], large: str, small: str) -> Arrays:
+    def _all_reduce(self, grads: Leaves, axes: Mapping[str, Any], large: str, small: str) -> Leaves:
         """Sums `grads` by the reductions named `large` and `small`, small leaves in buckets."""
         together = buckets(grads, axes, self.small_leaf)
         bucketed = {name for bucket in together for name in bucket.names}
@@ -204,19 +204,19 @@ class Reduction(NamedTuple):
         return out
 
 
-LocalSums = Callable[[Arrays, Arrays, Any, jax.Array], Gradients]
+LocalSums = Callable[[Leaves, Leaves, Any, jax.Array], Gradients]
 """(params, batch, key, scale) -> a device's shares, with gradients for `Reduction.reduce_step`; all
 are typed as varying over all mesh axes."""
 
 
 def microbatch_sums(
-    loss: LossFunction, reduction: Reduction, fetch: Callable[[Arrays], Arrays]
+    loss: LossFunction, reduction: Reduction, fetch: Callable[[Leaves], Leaves]
 ) -> LocalSums:
     """Runs one microbatch after another. `fetch` gathers all parameters for use; needed when
     gradients are scattered once a step."""
     axes = tuple(reduction.sizes)
 
-    def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
+    def sums(params: Leaves, batch: Leaves, key: Any, scale: jax.Array) -> Gradients:
         if not reduction.sharded:
             params = fetch(params)
         typed = partial(jax.tree.map, lambda x: vary(x, axes))
@@ -244,8 +244,8 @@ class StepSums(Protocol):
         ...
 
     def __call__(
-        self, grads: Arrays, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
-    ) -> tuple[Arrays, Residuals, Arrays]:
+        self, grads: Leaves, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Leaves, Residuals, Leaves]:
         """Inside shard_map: returns (sums, new state, exact sums of `measured`). grads: of scale *
         loss, from `LocalSums`. count: the loss's divisor."""
         ...
@@ -257,7 +257,7 @@ def explicit_gradients(
     *,
     mesh: jax.sharding.Mesh,
     reduction: Reduction,
-    batch_specs: Arrays,
+    batch_specs: Leaves,
     check_vma: bool = True,
 ) -> Callable[..., Gradients]:
     """(params, model state, batch, key, scale, state of `step_sums`) -> Gradients, by one
@@ -267,7 +267,7 @@ def explicit_gradients(
     def typed(tree: Any) -> Any:
         return jax.tree.map(lambda x: vary(x, axes), tree)
 
-    def on_device(params: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any) -> Any:
+    def on_device(params: Leaves, batch: Leaves, key: Any, scale: Any, residuals: Any) -> Any:
         unvarying_scale, params, batch, scale = scale, typed(params), typed(batch), typed(scale)
         shares = local(params, batch, key, scale)
         sums = all_reduce_sums(shares.sums, axes)
@@ -286,7 +286,7 @@ def explicit_gradients(
         check_vma=check_vma,
     )
 
-    def sums(params: Arrays, model_state: Arrays, *inputs: Any) -> Gradients:
+    def sums(params: Leaves, model_state: Leaves, *inputs: Any) -> Gradients:
         summed, grads, residuals, exact = run(params, *inputs)
         return Gradients(summed, grads, model_state, residuals, exact)
 
@@ -300,8 +300,8 @@ def all_reduce_sums(sums: LossSums, axes: tuple[str, ...]) -> LossSums:
 
 
 def gather_updated_params(
-    params: Arrays, *, mesh: jax.sharding.Mesh, reduction: Reduction, check_vma: bool = True
-) -> Arrays:
+    params: Leaves, *, mesh: jax.sharding.Mesh, reduction: Reduction, check_vma: bool = True
+) -> Leaves:
     """`Reduction.gather_updated_params` of global arrays that the optimizer splits more ways than
     they are split at rest; others pass."""
     places = {k: reduction.places[k] for k in params}
@@ -321,7 +321,7 @@ def gather_updated_params(
 def gspmd_gradients(
     loss: LossFunction,
     *,
-    constrain: Callable[[Arrays], Arrays],
+    constrain: Callable[[Leaves], Leaves],
     frozen: Set[str] = frozenset(),
 ) -> Callable[..., Gradients]:
     """`explicit_gradients` under sharding constraints: `constrain` states the optimizer's split of
@@ -329,9 +329,9 @@ def gspmd_gradients(
     (`Gspmd.reduce_dtype`). On one device this is plain code, and residuals are added back."""
 
     def run(
-        params: Arrays, model_state: Arrays, batch: Arrays, key: Any, scale: Any, residuals: Any
+        params: Leaves, model_state: Leaves, batch: Leaves, key: Any, scale: Any, residuals: Any
     ) -> Gradients:
-        def reduce_microbatch(grads: Arrays) -> Arrays:
+        def reduce_microbatch(grads: Leaves) -> Leaves:
             return constrain({k: g.astype(jnp.float32) for k, g in grads.items()})
 
         options: Any = dict(reduce_microbatch=reduce_microbatch, types=lambda x: x, frozen=frozen)
@@ -344,14 +344,14 @@ def gspmd_gradients(
 
 
 def squared_norm(
-    trees: tuple[Arrays, ...], *, splits: Mapping[str, Dims], mesh: jax.sharding.Mesh | None
+    trees: tuple[Leaves, ...], *, splits: Mapping[str, Dims], mesh: jax.sharding.Mesh | None
 ) -> jax.Array:
     """[len(trees)] squared 2-norms; on a mesh each device sums its part and one psum adds them.
 
     A leaf that is replicated on some axes is counted once: its local sum is divided by its copies.
     """
 
-    def local(trees: tuple[Arrays, ...], copies: Mapping[str, int]) -> jax.Array:
+    def local(trees: tuple[Leaves, ...], copies: Mapping[str, int]) -> jax.Array:
         def part(name: str, x: jax.Array) -> jax.Array:
             return jnp.sum(jnp.square(x.astype(jnp.float32))) / copies[name]
 
@@ -365,7 +365,7 @@ def squared_norm(
         for name, split in splits.items()
     }
 
-    def on_device(trees: tuple[Arrays, ...]) -> jax.Array:
+    def on_device(trees: tuple[Leaves, ...]) -> jax.Array:
         return sum_over("gradient norm", vary(local(trees, copies), tuple(sizes)), tuple(sizes))
 
     specs = {name: partition_spec(splits[name]) for name in trees[0]}

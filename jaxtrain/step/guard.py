@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.compression.compressed import Compressed, Guard
 from jaxtrain.compression.sums import Choice
-from jaxtrain.mesh.sharding import Dims
+from jaxtrain.mesh.axes import Dims
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import squared_norm
 from jaxtrain.step.state import TrainState
 
-Arrays = dict[str, Any]
-Compare = Callable[[Arrays, Arrays, TrainState], tuple[Arrays, dict[str, jax.Array]]]
+Compare = Callable[[Leaves, Leaves, TrainState], tuple[Leaves, dict[str, jax.Array]]]
 
 
 def make_compare(assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice) -> Compare:
@@ -35,8 +35,8 @@ def make_compare(assembly: Assembly, mesh: jax.sharding.Mesh, choice: Choice) ->
     splits = {k: assembly.places[k].optimizer for k in assembly.parts}
 
     def compare(
-        grads: Arrays, exact: Arrays, state: TrainState
-    ) -> tuple[Arrays, dict[str, jax.Array]]:
+        grads: Leaves, exact: Leaves, state: TrainState
+    ) -> tuple[Leaves, dict[str, jax.Array]]:
         tripped = state.residuals["tripped"]
         metrics = {"compressed": jnp.float32(acts)}
         if guard is not None and choice.measured and acts:
@@ -64,15 +64,15 @@ class Distance(NamedTuple):
 
 
 def distance(
-    compressed: Arrays, exact: Arrays, *, splits: Mapping[str, Dims], mesh: jax.sharding.Mesh | None
+    compressed: Leaves, exact: Leaves, *, splits: Mapping[str, Dims], mesh: jax.sharding.Mesh | None
 ) -> Distance:
     """Returns the distance of `compressed` from `exact`, both split by `splits`. Squares are in
     fp32, so norms between 1e-18 and 1e18 are distinguished."""
 
-    def lengths(*trees: Arrays) -> jax.Array:
+    def lengths(*trees: Leaves) -> jax.Array:
         return jnp.sqrt(squared_norm(trees, splits=splits, mesh=mesh))
 
-    def over(tree: Arrays, length: jax.Array) -> Arrays:
+    def over(tree: Leaves, length: jax.Array) -> Leaves:
         return {k: x / jnp.where(length == 0, 1.0, length) for k, x in tree.items()}
 
     size, true = lengths(compressed, exact)

@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.losses.cross_entropy import LossSums, refuse_other_sums
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.module import put_together
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import LossFunction
 from jaxtrain.step.own_module import own_loss
-
-Arrays = dict[str, Any]
 
 
 def make_loss(assembly: Assembly, comm: Communicator | None) -> LossFunction:
@@ -22,7 +21,7 @@ def make_loss(assembly: Assembly, comm: Communicator | None) -> LossFunction:
     if assembly.description is None:
         return own_loss(static, compute=assembly.experiment.precision.compute)
 
-    def loss(params: Arrays, state: Arrays, batch: Arrays, key: Any) -> tuple[LossSums, Arrays]:
+    def loss(params: Leaves, state: Leaves, batch: Leaves, key: Any) -> tuple[LossSums, Leaves]:
         model = put_together(static, {**params, **state})
         sums = model.loss(batch, key=key, comm=comm, loop=assembly.loop)
         refuse_other_sums(assembly.described.sums, sums)

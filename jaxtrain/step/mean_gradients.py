@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.residuals import codec_state, usable_codec_state
 from jaxtrain.compression.sums import Choice, CompressedSums
@@ -33,8 +34,6 @@ from jaxtrain.step.routing import routing_metrics
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.step_sums import ExactSums, WithCompression
 
-Arrays = dict[str, Any]
-
 
 class MeanGradients(NamedTuple):
     """Gradients of the mean loss, and all else that a batch gives.
@@ -47,9 +46,9 @@ class MeanGradients(NamedTuple):
     """
 
     loss: jax.Array
-    grads: Arrays
-    buffers: Arrays
-    model_state: Arrays
+    grads: Leaves
+    buffers: Leaves
+    model_state: Leaves
     codec_state: Any
     guard_state: Any
     metrics: dict[str, Any]
@@ -59,14 +58,14 @@ def make_mean_gradients(
     assembly: Assembly,
     mesh: jax.sharding.Mesh,
     choice: Choice = Choice(),  # noqa: B008 (frozen)
-) -> Callable[[TrainState, Arrays, jax.Array, jax.Array], MeanGradients]:
+) -> Callable[[TrainState, Leaves, jax.Array, jax.Array], MeanGradients]:
     """(state, batch, scale, key) -> MeanGradients, in the assembly's mode. scale: of the loss, a
     sum over tokens, while it is differentiated. choice: how a compressed reducer sums."""
     sums, buffers = _make_sums(assembly, mesh, choice), assembly.buffers
     compare = make_compare(assembly, mesh, choice)
 
     def gradients(
-        state: TrainState, batch: Arrays, scale: jax.Array, key: jax.Array
+        state: TrainState, batch: Leaves, scale: jax.Array, key: jax.Array
     ) -> MeanGradients:
         params = with_grad_scale(state.params, buffers.tallies, scale)
         residuals = usable_codec_state(state.residuals)
@@ -110,7 +109,7 @@ def _make_sums(
             return sums
         return lambda *inputs: without_padding(assembly, sums(*inputs))
 
-    def constrain(grads: Arrays) -> Arrays:
+    def constrain(grads: Leaves) -> Leaves:
         return assembly.constrain(grads, mesh, "optimizer")
 
     loss = make_loss(assembly, gspmd_communicator(assembly, mesh))

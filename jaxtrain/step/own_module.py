@@ -8,15 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.nn.module import put_together, take_apart
 from jaxtrain.validation.model import taken_names
 from jaxtrain.violations import raise_violations
 
-Arrays = dict[str, Any]
 
-
-def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[LossSums, Arrays]]:
+def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[LossSums, Leaves]]:
     """(params, state, microbatch, key or None) -> (LossSums, updated state).
 
     Parameters are cast to `compute`; their gradients have the parameters' own dtype. All other
@@ -28,7 +27,7 @@ def own_loss(static: Any, *, compute: Any) -> Callable[..., tuple[LossSums, Arra
     not two scalars, and for state that appears, vanishes or changes its shape.
     """
 
-    def loss(params: Arrays, state: Arrays, batch: Arrays, key: Any) -> tuple[LossSums, Arrays]:
+    def loss(params: Leaves, state: Leaves, batch: Leaves, key: Any) -> tuple[LossSums, Leaves]:
         used = {name: value.astype(compute) for name, value in params.items()}
 
         def built() -> Any:
@@ -69,7 +68,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _refuse_lacking(model: Any, batch: Arrays, key: Any) -> None:
+def _refuse_lacking(model: Any, batch: Leaves, key: Any) -> None:
     """Raises ValueError if the loss fails for a field of the batch, not for a key of the user's
     own. The loss is traced once more for that: batches are plain dicts otherwise, as `jax.tree.map`
     and `in_axes` with other trees need them."""
@@ -111,7 +110,7 @@ def _sums(model: Any, result: Any) -> LossSums:
     return jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), LossSums(*result))
 
 
-def _refuse_other_state(prior: Arrays, updated: Arrays) -> None:
+def _refuse_other_state(prior: Leaves, updated: Leaves) -> None:
     """Raises ValueError unless a step returns the leaves that it got: else it could not repeat."""
     kinds = [{k: (jnp.shape(v), v.dtype) for k, v in state.items()} for state in (prior, updated)]
     violations = []

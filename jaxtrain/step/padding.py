@@ -3,16 +3,13 @@ They are zeros with zero gradients, and so stay zero; but a codec may change a z
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.mesh.sharding import PaddedAxis
 from jaxtrain.pipeline.layout import CHUNKS, where_real
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import Gradients
-
-Arrays = dict[str, Any]
 
 
 def without_padding(assembly: Assembly, sums: Gradients) -> Gradients:
@@ -24,7 +21,7 @@ def without_padding(assembly: Assembly, sums: Gradients) -> Gradients:
     return sums._replace(grads=_zero_padding(assembly, sums.grads), residuals=residuals)
 
 
-def _zero_padding(assembly: Assembly, leaves: Arrays) -> Arrays:
+def _zero_padding(assembly: Assembly, leaves: Leaves) -> Leaves:
     """leaves: named and shaped as parameters; residuals have a leading dim of devices."""
     out = dict(leaves)
     for name, leaf in leaves.items():

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.axes import STAGE
@@ -23,8 +24,6 @@ from jaxtrain.pipeline.tick import OnDevice
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.gradients import Gradients, LocalSums, Reduction
 
-Arrays = dict[str, Any]
-
 
 def pipeline_sums(assembly: Assembly, comm: Explicit, reduction: Reduction) -> LocalSums:
     """A device's shares of a step's sums, with all microbatches in the pipeline at once."""
@@ -33,7 +32,7 @@ def pipeline_sums(assembly: Assembly, comm: Explicit, reduction: Reduction) -> L
     run = executor_of(assembly, rows, buffers)
     wide = _wide(assembly, comm)
 
-    def sums(params: Arrays, batch: Arrays, key: Any, scale: jax.Array) -> Gradients:
+    def sums(params: Leaves, batch: Leaves, key: Any, scale: jax.Array) -> Gradients:
         summed = run(on_device(assembly, comm, params, batch, key, scale, reduction))
         layout = assembly.on_stages.layout
         grads = {STACK + k: layout.from_chunks(g) for k, g in summed.blocks.items()}
@@ -51,8 +50,8 @@ def pipeline_sums(assembly: Assembly, comm: Explicit, reduction: Reduction) -> L
 def on_device(
     assembly: Assembly,
     comm: Explicit,
-    params: Arrays,
-    batch: Arrays,
+    params: Leaves,
+    batch: Leaves,
     key: Any,
     scale: jax.Array,
     reduction: Reduction | None,
@@ -100,7 +99,7 @@ def evaluated_at_once(assembly: Assembly) -> int:
 
 def pipeline_loss(
     assembly: Assembly, comm: Explicit
-) -> Callable[[Arrays, Arrays, Arrays], LossSums]:
+) -> Callable[[Leaves, Leaves, Leaves], LossSums]:
     """(params, {}, batch [`evaluated_at_once`, rows, ...]) -> shares of the sums."""
     layout = assembly.on_stages.layout
     kind = "interleaved" if layout.chunks > 1 else "one_f_one_b"
@@ -108,7 +107,7 @@ def pipeline_loss(
     schedule = make_schedule(kind, layout.stages, batches, layout.chunks)
     run = executor_of(assembly, *forward_only(schedule))
 
-    def loss(params: Arrays, _: Arrays, batch: Arrays) -> LossSums:
+    def loss(params: Leaves, _: Leaves, batch: Leaves) -> LossSums:
         return run(on_device(assembly, comm, params, batch, None, jnp.float32(1.0), None)).sums
 
     return loss
@@ -140,7 +139,7 @@ def _wide(assembly: Assembly, comm: Explicit) -> Explicit:
     return replace(comm, roles=comm.roles.outside_stack(), collectives=collectives)
 
 
-def _stack_and_outside(params: Arrays) -> tuple[Arrays, Arrays]:
+def _stack_and_outside(params: Leaves) -> tuple[Leaves, Leaves]:
     """Divides parameters into those of the pipeline and those outside it."""
     blocks = {k: p for k, p in params.items() if k.startswith(STACK)}
     return blocks, {k: p for k, p in params.items() if k not in blocks}

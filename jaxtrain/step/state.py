@@ -9,12 +9,11 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.compression.residuals import CompressedLeaf, residual_axes, residual_splits
 from jaxtrain.mesh.sharding import Leaf, named_sharding
 from jaxtrain.optim.gradients import ema_update
 from jaxtrain.optim.optimizer import state_axes
-
-Arrays = dict[str, Any]
 
 STORED = {"model_state": "rest"}  # fields that checkpoints know by another name
 
@@ -33,10 +32,10 @@ class TrainState:
     gradients, {} without."""
 
     step: jax.Array
-    params: Arrays
+    params: Leaves
     optimizer: Any
-    model_state: Arrays
-    ema: Arrays
+    model_state: Leaves
+    ema: Leaves
     loss_scale: Any
     skipped: jax.Array
     residuals: Any = field(default_factory=dict)
@@ -49,12 +48,12 @@ class TrainState:
         return cls(*parts)
 
 
-def averaged_params(state: TrainState) -> Arrays:
+def averaged_params(state: TrainState) -> Leaves:
     """Returns the parameters, replaced by their average if one is kept."""
     return {**state.params, **state.ema}
 
 
-def updated_averages(state: TrainState, params: Arrays, decay: float | None) -> Arrays:
+def updated_averages(state: TrainState, params: Leaves, decay: float | None) -> Leaves:
     """Returns the average after a step to `params`; {} if none is kept."""
     if decay is None:
         return {}
@@ -85,8 +84,8 @@ def state_axes_of(abstract: TrainState, places: Mapping[str, Leaf]) -> TrainStat
 def _for_each_leaf(
     abstract: TrainState,
     places: Mapping[str, Leaf],
-    params: Arrays,
-    optimizer: Arrays,
+    params: Leaves,
+    optimizer: Leaves,
     residuals: Any,
 ) -> TrainState:
     """Returns a tuple for every leaf of the state: the tuples of `params`, `optimizer` and

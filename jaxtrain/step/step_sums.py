@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.compression.residuals import Residuals
 from jaxtrain.compression.sums import CompressedSums
 from jaxtrain.step.gradients import Reduction
-
-Arrays = dict[str, Any]
 
 
 class ExactSums(NamedTuple):
@@ -23,8 +22,8 @@ class ExactSums(NamedTuple):
     measured: Collection[str] = ()
 
     def __call__(
-        self, grads: Arrays, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
-    ) -> tuple[Arrays, Residuals, Arrays]:
+        self, grads: Leaves, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Leaves, Residuals, Leaves]:
         return self.reduction.reduce_step(grads), state, {}
 
 
@@ -40,8 +39,8 @@ class WithCompression(NamedTuple):
         return self.compressed.parts if self.compressed.choice.measured else ()
 
     def __call__(
-        self, grads: Arrays, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
-    ) -> tuple[Arrays, Residuals, Arrays]:
+        self, grads: Leaves, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Leaves, Residuals, Leaves]:
         unit = scale * jnp.where(count > 0, count, 1.0)
         split = self.reduction.scatter_remaining(grads)
         compressible = {k: g for k, g in split.items() if k in self.compressed.parts}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.arrays import Leaves
 from jaxtrain.collectives.vary import vary
 from jaxtrain.compression.residuals import codec_state
 from jaxtrain.compression.sums import Choice
@@ -34,9 +35,8 @@ from jaxtrain.step.pipeline import pipeline_loss
 from jaxtrain.step.routing import next_buffers
 from jaxtrain.step.state import TrainState, updated_averages
 
-Arrays = dict[str, Any]
 Metrics = dict[str, jax.Array]
-StepFunction = Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]
+StepFunction = Callable[[TrainState, Leaves], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -57,7 +57,7 @@ def make_train_step(
     norm = partial(global_norms, assembly=assembly, mesh=mesh)
     rate, step_key = make_rate(assembly), named_key(jax.random.key(e.seed), "step")
 
-    def step(state: TrainState, batch: Arrays) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Leaves) -> tuple[TrainState, Metrics]:
         scale = state.loss_scale.scale if state.loss_scale else jnp.float32(1.0)
         # The loss is a sum over tokens; a loss scale is for their mean.
         grad_scale = scale / assembly.tokens_power_of_two(batch)
@@ -83,12 +83,12 @@ def make_train_step(
 
 def make_update(
     assembly: Assembly, mesh: jax.sharding.Mesh
-) -> Callable[[TrainState, Arrays], tuple[Arrays, Any, Any]]:
+) -> Callable[[TrainState, Leaves], tuple[Leaves, Any, Any]]:
     """(state, gradients) -> (the updated trained parameters, sharded as at rest; the optimizer's
     new state; the updates)."""
     transform = assembly.transform_on(mesh)
 
-    def update(state: TrainState, grads: Arrays) -> tuple[Arrays, Any, Any]:
+    def update(state: TrainState, grads: Leaves) -> tuple[Leaves, Any, Any]:
         shards = assembly.constrain({k: state.params[k] for k in grads}, mesh, "optimizer")
         updates, updated = transform.update(grads, state.optimizer, shards)
         optimizer = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, state.optimizer)
@@ -105,9 +105,9 @@ def next_state(
     assembly: Assembly,
     state: TrainState,
     new: MeanGradients,
-    params: Arrays,
+    params: Leaves,
     optimizer: Any,
-    ema: Arrays,
+    ema: Leaves,
     finite: jax.Array,
 ) -> TrainState:
     """Returns the next state: with the new values if the gradients are finite, else with the old
@@ -144,7 +144,7 @@ def make_rate(assembly: Assembly) -> Callable[[TrainState, Any], Metrics]:
     return said
 
 
-def to_rest_sharding(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -> Arrays:
+def to_rest_sharding(params: Any, assembly: Assembly, mesh: jax.sharding.Mesh) -> Leaves:
     """Reshards parameters from the optimizer's split to their sharding at rest."""
     if assembly.explicit:
         reduction, check_vma = make_reduction(assembly), assembly.check_vma
@@ -171,7 +171,7 @@ def evaluation_loss(assembly: Assembly, mesh: jax.sharding.Mesh) -> Callable[...
         explicit_communicator(assembly) if explicit else gspmd_communicator(assembly, mesh),
     )
 
-    def of_batch(params: Arrays, model_state: Arrays, batch: Arrays) -> LossSums:
+    def of_batch(params: Leaves, model_state: Leaves, batch: Leaves) -> LossSums:
         return loss(params, model_state, jax.tree.map(lambda x: x[0], batch), None)[0]
 
     return of_batch
@@ -189,7 +189,7 @@ def evaluated_on(
     if not assembly.explicit:
         return assembly.with_matmul_precision(on_device)
 
-    def added(params: Arrays, model_state: Arrays, batch: Arrays) -> Any:
+    def added(params: Leaves, model_state: Leaves, batch: Leaves) -> Any:
         varied = jax.tree.map(lambda x: vary(x, tuple(assembly.sizes)), (params, batch))
         return total(on_device(varied[0], model_state, varied[1]))
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 AT_ONCE = 1024
 """Texts that are packed and scored together."""
 
-Scorer = Callable[[Sequence[Sequence[int]]], Sequence[tuple[np.ndarray, np.ndarray]]]
+ScoreRows = Callable[[Sequence[Sequence[int]]], Sequence[tuple[np.ndarray, np.ndarray]]]
 """Of each text's ids after the first: log-probabilities, and True where an id is the likeliest."""
 
 
@@ -33,7 +33,7 @@ class HarnessModel(TemplateLM):
     seq: a text has at most seq + 1 ids; of a longer one the last, with its whole continuation.
     """
 
-    def __init__(self, vocabulary: Vocabulary, seq: int, scorer: Scorer) -> None:
+    def __init__(self, vocabulary: Vocabulary, seq: int, scorer: ScoreRows) -> None:
         super().__init__()
         self.vocabulary, self.seq, self._scorer = vocabulary, seq, scorer
 

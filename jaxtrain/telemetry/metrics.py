@@ -25,7 +25,7 @@ from jaxtrain.files.appended import AppendedFile
 from jaxtrain.files.regular import open_regular, write_all
 from jaxtrain.telemetry.events import Events, has_tensorboard, refuse_without_tensorboard
 
-Values = dict[str, Any]
+MetricValues = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 _MARK = "_nonfinite"
 
@@ -55,7 +55,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _encode(step: int, values: Mapping[str, Any]) -> str:
-    plain: Values = {"step": step}
+    plain: MetricValues = {"step": step}
     for name, value in values.items():
         if name == "step" or name.endswith(_MARK):
             raise ValueError(f"metric {name!r}: the file uses this name itself; call it another")
@@ -67,13 +67,13 @@ def _encode(step: int, values: Mapping[str, Any]) -> str:
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def _decode(values: Values) -> Values:
+def _decode(values: MetricValues) -> MetricValues:
     marked = {name for name in values if name.endswith(_MARK)}
     numbers = {name.removesuffix(_MARK): float(values[name]) for name in marked}
     return {name: numbers.get(name, value) for name, value in values.items() if name not in marked}
 
 
-def _whole_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Values]:
+def _whole_lines(path: Path, lines: Iterable[bytes]) -> Iterator[MetricValues]:
     """Objects of a metrics file. A broken last line (its writer was killed) is skipped; a broken
     line before it is an error."""
     broken: int | None = None
@@ -92,7 +92,7 @@ def _whole_lines(path: Path, lines: Iterable[bytes]) -> Iterator[Values]:
         yield values
 
 
-def read_metrics(run_dir: str | Path) -> list[Values]:
+def read_metrics(run_dir: str | Path) -> list[MetricValues]:
     """Returns all logged steps, oldest first; [] if there are none. The file may still grow.
 
     Raises `ValueError` naming the line when one that is not the last is damaged.
@@ -243,7 +243,7 @@ class DelayedMetrics:
     def __init__(self) -> None:
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
 
-    def push(self, step: int, metrics: Mapping[str, Any]) -> tuple[int, Values] | None:
+    def push(self, step: int, metrics: Mapping[str, Any]) -> tuple[int, MetricValues] | None:
         """Keeps `metrics` of `step`; returns (step, values) of the previous push, None at first."""
         for value in metrics.values():
             if hasattr(value, "copy_to_host_async"):
@@ -251,13 +251,13 @@ class DelayedMetrics:
         previous, self._waiting = self._waiting, (step, metrics)
         return _values(previous)
 
-    def flush(self) -> tuple[int, Values] | None:
+    def flush(self) -> tuple[int, MetricValues] | None:
         """Returns the last pushed step, waited for, at the end of a run; None if none is left."""
         previous, self._waiting = self._waiting, None
         return _values(previous)
 
 
-def _values(waiting: tuple[int, Mapping[str, Any]] | None) -> tuple[int, Values] | None:
+def _values(waiting: tuple[int, Mapping[str, Any]] | None) -> tuple[int, MetricValues] | None:
     if waiting is None:
         return None
     step, metrics = waiting

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages, bool], str]
 """(messages, whether the beginning of an answer follows) -> text."""
-Turn = tuple[int, int]
+TurnSpan = tuple[int, int]
 """[start, end) in a text, in characters."""
 
 UNKNOWN = (
@@ -47,7 +47,7 @@ def turn_markup(render: Render) -> TurnMarkup:
 
 def without_generation_blocks(
     render: Render, messages: Messages, text: str, special: Sequence[str], markup: TurnMarkup
-) -> list[Turn]:
+) -> list[TurnSpan]:
     """Returns the assistant's turns in `text`, which is `messages` rendered: each from behind what
     the template puts before an answer up to the token that ends it, which the assistant writes too.
 
@@ -66,7 +66,7 @@ def without_generation_blocks(
     return [_by_beginnings(render, messages, text, number, special, markup) for number in numbers]
 
 
-def _between(text: str, header: str, end: str) -> list[Turn] | None:
+def _between(text: str, header: str, end: str) -> list[TurnSpan] | None:
     """Returns the parts of `text` between `header` and `end`, which belongs to them; None where a
     header has no end."""
     turns, place = [], 0
@@ -87,7 +87,7 @@ def _by_beginnings(
     number: int,
     special: Sequence[str],
     markup: TurnMarkup,
-) -> Turn:
+) -> TurnSpan:
     try:
         prompt = render(messages[:number], True) if number else ""
         until = render(messages[: number + 1], False)

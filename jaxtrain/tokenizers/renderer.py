@@ -26,8 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxtrain.tokenizers.assistant_turns import (
     Messages,
-    Turn,
     TurnMarkup,
+    TurnSpan,
     turn_markup,
     without_generation_blocks,
 )
@@ -108,7 +108,7 @@ class TemplateProgram:
         messages = _escaped(_aliased(request["messages"]), self._escape(mark))
         tools = _escaped(request["tools"], self._escape(mark))
 
-        def render(messages: Messages, prompt: bool) -> tuple[str, list[Turn]]:
+        def render(messages: Messages, prompt: bool) -> tuple[str, list[TurnSpan]]:
             return self._rendered(messages, tools, prompt, brackets)
 
         def text_of(messages: Messages, prompt: bool) -> str:
@@ -130,7 +130,7 @@ class TemplateProgram:
 
     def _rendered(
         self, messages: Messages, tools: Any, prompt: bool, brackets: list[str]
-    ) -> tuple[str, list[Turn]]:
+    ) -> tuple[str, list[TurnSpan]]:
         start, end = brackets
         variables = {**self.tokens, "generation_start": start, "generation_end": end}
         pieces, length = [], 0

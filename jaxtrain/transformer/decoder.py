@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
+from jaxtrain.arrays import Arrays
 from jaxtrain.attention.documents import document_starts
 from jaxtrain.attention.kernels import AttentionKernel
 from jaxtrain.attention.rotary.rope import tables
@@ -25,14 +26,13 @@ from jaxtrain.losses.cross_entropy import HeadConfig, LossSums, cross_entropy, l
 from jaxtrain.losses.preferences import local_segments
 from jaxtrain.models.description import ABILITIES, ModelDescription
 from jaxtrain.models.layered import (
-    Batch,
     LayeredModel,
     Tables,
     layer_key,
     stacked_blocks,
     vocabulary_table,
 )
-from jaxtrain.moe.layer import TokenFacts
+from jaxtrain.moe.layer import Activation, TokenFacts
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.dropout import DropoutKeys, dropout
 from jaxtrain.nn.local import Local
@@ -48,7 +48,6 @@ from jaxtrain.transformer.attention import Cache
 from jaxtrain.transformer.block import Block, BlockConfig
 from jaxtrain.transformer.decoder_fields import DecoderFields
 from jaxtrain.transformer.describe import describe_block
-from jaxtrain.transformer.feed_forward import Activation
 from jaxtrain.transformer.latent import LatentCache
 from jaxtrain.transformer.place import Context, Place
 from jaxtrain.transformer.small import shrunk, varied
@@ -176,7 +175,7 @@ class Decoder(LayeredModel):
         return block(x, context, comm, layer=layer)[0]
 
     def enter(
-        self, tables: Tables, batch: Batch, context: Context, comm: Communicator, loop: LayerLoop
+        self, tables: Tables, batch: Arrays, context: Context, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
         x = self.embed(tables["embedding"], batch["tokens"], context, comm)
         for i, block in enumerate(self.prefix):
@@ -187,7 +186,7 @@ class Decoder(LayeredModel):
         self,
         tables: Tables,
         x: jax.Array,
-        batch: Batch,
+        batch: Arrays,
         context: Context,
         comm: Communicator,
         loop: LayerLoop,
@@ -229,7 +228,7 @@ class Decoder(LayeredModel):
 
     def batch_of(
         self, tokens: jax.Array, segments: jax.Array | None, positions: jax.Array | None
-    ) -> Batch:
+    ) -> Arrays:
         """Returns a batch for `logits`. Raises ValueError for tokens of another form."""
         if jnp.ndim(tokens) != 2 or not jnp.size(tokens):
             raise ValueError(f"tokens has shape {jnp.shape(tokens)}; give ids [rows, seq]")
@@ -256,7 +255,7 @@ class Decoder(LayeredModel):
         for static, params, *_ in (*prefix, *stack, *suffix):
             yield put_together(static, comm.fetch(params, ""))
 
-    def _logits(self, batch: Batch, comm: Communicator, loop: LayerLoop) -> jax.Array:
+    def _logits(self, batch: Arrays, comm: Communicator, loop: LayerLoop) -> jax.Array:
         shape = batch["tokens"].shape
         tables, x, _, context = self.run_to_leave(batch, None, comm, loop)
         x = self.hidden(x, context, comm, loop)
@@ -280,12 +279,12 @@ class Decoder(LayeredModel):
         name = "embedding" if self.config.tied else "head"
         return (tables[name], x) if name in tables else self.gather_param(comm, name, x)
 
-    def context(self, batch: Batch, key: jax.Array | None, comm: Communicator) -> Context:
+    def context(self, batch: Arrays, key: jax.Array | None, comm: Communicator) -> Context:
         """Returns the facts of a batch's tokens that every layer gets."""
         return self._context(batch, key, comm, comm.row_seq(batch["tokens"].shape[1]))
 
     def _context(
-        self, batch: Batch, key: jax.Array | None, comm: Communicator, row_seq: Seq
+        self, batch: Arrays, key: jax.Array | None, comm: Communicator, row_seq: Seq
     ) -> Context:
         """row_seq: tokens of a complete row so far, on which rotary embeddings may depend."""
         rows, seq = batch["tokens"].shape
@@ -370,13 +369,13 @@ class Decoder(LayeredModel):
         return z.reshape(rows, new, -1), out
 
 
-def _token_weights(batch: Batch) -> jax.Array:
+def _token_weights(batch: Arrays) -> jax.Array:
     """Weights [rows * seq] of the tokens in the loss."""
     weights = batch.get("weights", jnp.ones(batch["tokens"].shape, jnp.float32))
     return weights.reshape(-1).astype(jnp.float32)
 
 
-def _real_tokens(batch: Batch, comm: Communicator) -> jax.Array | None:
+def _real_tokens(batch: Arrays, comm: Communicator) -> jax.Array | None:
     """Returns [rows * seq], False for padding; None if rows do not say."""
     return (local_segments(batch, comm) > 0).reshape(-1) if "segments" in batch else None
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 from flax import nnx
 
 from jaxtrain.models.adapters import column, row
+from jaxtrain.moe.layer import Activation
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.param import constant, normal
 from jaxtrain.transformer.place import Place, add_bias
-
-Activation = Callable[[jax.Array], jax.Array]
-
 
 KINKED: tuple[Activation, ...] = (
     *(jax.nn.relu, jax.nn.relu6, jax.nn.leaky_relu, jax.nn.selu),

@@ -9,12 +9,12 @@ import jax
 from flax import nnx
 
 from jaxtrain.models.adapters import adapter
-from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves
+from jaxtrain.moe.layer import Activation, ExpertLayer, ExpertLeaves
 from jaxtrain.moe.replay import OWN, Replay
 from jaxtrain.moe.router import Balance, Capacity, Router, SoftmaxRouter
 from jaxtrain.nn.communicator import Communicator
 from jaxtrain.nn.param import constant, named_key, normal
-from jaxtrain.transformer.feed_forward import Activation, Mlp, MlpConfig, silu
+from jaxtrain.transformer.feed_forward import Mlp, MlpConfig, silu
 from jaxtrain.transformer.place import Context, Place
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.attention.rotary.scaling import DynamicNtk, LongRope
+from jaxtrain.moe.layer import Activation
 from jaxtrain.moe.router import Groups
 from jaxtrain.nn.param import Initialisation
 from jaxtrain.transformer.attention import AttentionConfig
 from jaxtrain.transformer.block import BlockConfig
 from jaxtrain.transformer.decoder_fields import DecoderFields
-from jaxtrain.transformer.feed_forward import Activation, MlpConfig
+from jaxtrain.transformer.feed_forward import MlpConfig
 from jaxtrain.transformer.latent import LatentAttentionConfig
 from jaxtrain.transformer.mixture import MoeConfig
 

@@ -15,6 +15,7 @@ from jaxtrain.moe import BlockLoop, Megablox, TritonBlocks
 from jaxtrain.moe.layer import plan_rows
 from jaxtrain.moe.narrow import grouped_matmuls
 from jaxtrain.nn.local import Local
+from jaxtrain.nn.remat import REMAT, remat
 from jaxtrain.quantization import Delayed, Fp8Products, Int8Products
 from jaxtrain.quantization.delayed import SCALES, entry
 from jaxtrain.quantization.formats import Format
@@ -98,6 +99,27 @@ def test_experts_multiply_as_each_would_alone(products: Any, kernel: Any) -> Non
             np.testing.assert_array_equal(found[k + SCALES], tables[k + SCALES])
     for e in range(3):
         near(dx[owner == e], wanted_dx[owner == e])
+
+
+@pytest.mark.parametrize("policy", [name for name in REMAT if name != "none"])
+def test_policies_save_no_product_of_experts(policy: str) -> None:
+    """As of experts in 16 bits: neither rows nor hidden units of them."""
+    rows, experts = 128, 2
+    comm = Local(jnp.float32, quantized=Fp8Products(), expert_matrices=frozenset({"up", "down"}))
+    matrices = {
+        "up": jnp.ones((experts, EMBED, HIDDEN)),
+        "down": jnp.ones((experts, HIDDEN, EMBED)),
+    }
+    weights = comm.fetch(matrices, "")
+    owners = jnp.arange(experts)
+
+    def run(x: Any) -> Any:
+        (hidden,) = grouped_matmuls(BlockLoop(), x, (weights["up"],), owners)
+        return grouped_matmuls(BlockLoop(), jnp.tanh(hidden), (weights["down"],), owners)[0]
+
+    _, back = jax.vjp(remat(run, policy), jnp.ones((rows, EMBED)))
+    sizes = [leaf.size for leaf in jax.tree.leaves(back)]
+    assert rows * HIDDEN not in sizes and sizes.count(rows * EMBED) == 1, "the input alone"
 
 
 def near(found: Any, wanted: np.ndarray) -> None:

@@ -24,7 +24,7 @@ from jaxtrain.pipeline.executor import Executor, Sums
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.pipeline.schedule import Schedule
 from jaxtrain.pipeline.slots import forward_only, training
-from jaxtrain.pipeline.tick import At, OnDevice
+from jaxtrain.pipeline.tick import OnDevice, StageWork
 
 EMBED, VOCAB = 8, 16
 STAGE = "stage"
@@ -101,16 +101,18 @@ class Layers:
         share = jnp.where(lax.axis_index(STAGE) == 0, weights.sum(), 0.0)
         return LossSums(jnp.sum(weights[:, None] * (found - due) ** 2), share)
 
-    def forward(self, chunk: Any, x: jax.Array, work: At) -> jax.Array:
+    def forward(self, chunk: Any, x: jax.Array, work: StageWork) -> jax.Array:
         self.seen("forward")
         return self._through(chunk, x, work)[0]
 
-    def forward_with_residuals(self, chunk: Any, x: jax.Array, work: At) -> tuple[jax.Array, Any]:
+    def forward_with_residuals(
+        self, chunk: Any, x: jax.Array, work: StageWork
+    ) -> tuple[jax.Array, Any]:
         self.seen("forward_with_residuals")
         return self._through(chunk, x, work)
 
     def backward(
-        self, saved: Any, chunk: Any, dy: jax.Array, work: At
+        self, saved: Any, chunk: Any, dy: jax.Array, work: StageWork
     ) -> tuple[Any, jax.Array, Any]:
         self.seen("backward")
         layers, dz = len(chunk["w"]), []
@@ -124,11 +126,11 @@ class Layers:
             return grads, dy, stash
         return {**grads, **products(stash)}, dy, ()
 
-    def weight_gradients(self, stash: Any, chunk: Any, work: At) -> Any:
+    def weight_gradients(self, stash: Any, chunk: Any, work: StageWork) -> Any:
         self.seen("weight_gradients")
         return products({**stash, "dz": self.talk(stash["dz"])})
 
-    def _through(self, chunk: Any, x: jax.Array, work: At) -> tuple[jax.Array, Any]:
+    def _through(self, chunk: Any, x: jax.Array, work: StageWork) -> tuple[jax.Array, Any]:
         x, saved = self.talk(x), []
         for layer in range(len(chunk["w"])):
             number = jnp.int32(layer + 1)
@@ -137,7 +139,7 @@ class Layers:
             x = out * self._factor(work, number)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *saved)
 
-    def _factor(self, work: At, number: jax.Array) -> jax.Array:
+    def _factor(self, work: StageWork, number: jax.Array) -> jax.Array:
         return self.batch["factor"][work.microbatch, work.chunk, number - 1]
 
 

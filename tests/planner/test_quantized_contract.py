@@ -221,6 +221,9 @@ MIXTURES = [
     (PIPED._replace(pipeline="zero bubble", microbatches=4, loop=FULL), {}, Fp8Products()),
     (PIPED._replace(pipeline="zero bubble", microbatches=4, loop=DOTS), {},
      Fp8Products(Delayed())),
+    *((PIPED._replace(axes=(("expert", 2), ("stage", 2), ("tensor", 2)), pipeline=pipeline,
+                      periods=2, loop=DOTS), {}, Fp8Products())
+      for pipeline in ("1F1B", "zero bubble")),
 ]  # fmt: skip
 
 

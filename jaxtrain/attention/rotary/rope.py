@@ -81,12 +81,12 @@ class Rope:
         return []
 
 
-Table = Float32[Array, "batch seq pairs"]
+RotaryTable = Float32[Array, "batch seq pairs"]
 
 
 def tables(
     rope: Rope, positions: Int[Array, "batch seq"], head_dim: int, seq: Seq
-) -> tuple[Table, Table]:
+) -> tuple[RotaryTable, RotaryTable]:
     """(cos, sin) of the angles by which each pair is turned at each position of sequences of `seq`
     tokens, times `rope.attention_scaling`.
 
