@@ -6,6 +6,7 @@ from . import collectives as collectives
 from . import compression as compression
 from . import context as context
 from . import data as data
+from . import hopper as hopper
 from . import inspection as inspection
 from . import losses as losses
 from . import mesh as mesh

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from jaxtrain.backends import too_old_for_mosaic
+
 TRITON_IS_DEPRECATED = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 """What JAX 0.11.2 and later say of each kernel as it is lowered."""
+
+NEW_JAX = pytest.mark.skipif(
+    bool(too_old_for_mosaic()), reason="JAX's interface of Mosaic for GPUs came with 0.12"
+)
 
 
 def abstract_gpus(**axes: int) -> AbstractMesh:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent / "jaxtrain"
 
 LAYERS = {
     "arrays": 0,
+    "backends": 0,
     "notices": 0,
     "overlap": 0,
     "program": 0,
@@ -39,6 +40,7 @@ LAYERS = {
     "attention": 4,
     "quantization": 4,
     "context": 5,
+    "hopper": 5,
     "moe": 5,
     "nn": 5,
     "optim": 5,

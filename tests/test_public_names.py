@@ -23,6 +23,7 @@ WITH_STUBS = (
         "collectives",
         "compression",
         "context",
+        "hopper",
         "inspection",
         "losses",
         "mesh",

@@ -25,6 +25,7 @@ from jaxtrain.attention.fused import Attended, Heads, Keys
 from jaxtrain.attention.online_softmax import MASKED, AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.triton import Triton
+from jaxtrain.backends import gpu_capability
 from jaxtrain.collectives.vary import varying_axes
 from jaxtrain.scores.function import ScoreFunction, dense
 
@@ -190,8 +191,7 @@ class PlatformKernel:
 
 def _kernel_here() -> PlatformKernel:
     """Returns the choice for the default backend and the compute capability of its first device."""
-    major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
-    return PlatformKernel(jax.default_backend(), int(major) if major.isdigit() else None)
+    return PlatformKernel(jax.default_backend(), gpu_capability())
 
 
 def portable(platform: str, q: Heads, scoring: Scoring) -> str:

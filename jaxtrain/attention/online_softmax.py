@@ -55,7 +55,10 @@ class AttentionMask:
         self, queries: Int[Array, "queries 1"], keys: Int[Array, "1 keys"]
     ) -> Bool[Array, "queries keys"]:
         """Returns the mask of queries and keys with these numbers."""
-        distance = queries - keys + self.offset if self.offset else queries - keys
+        return self.sees(queries - keys + self.offset if self.offset else queries - keys)
+
+    def sees(self, distance: Int[Array, ...]) -> Bool[Array, ...]:
+        """Returns the mask of queries and keys that are so many positions apart."""
         if not self.causal:
             return (distance >= 0) | (distance < 0)
         visible = distance >= 0

@@ -15,6 +15,7 @@ from jaxtrain.attention.documents import Starts, TwoStarts
 from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.attention.refusal import function_violations, pallas_violations, refuse
+from jaxtrain.backends import HOPPER_SHARED_BYTES, TRITON, TRITON_ATTENTION, missing
 from jaxtrain.violations import power_of_two, raise_violations
 
 LN_2 = math.log(2)
@@ -24,7 +25,7 @@ STAGES = 2
 """Tiles of keys and of values that the kernel has in memory at a time: one is multiplied while the
 next is read."""
 
-SHARED_BYTES = {"A100": 163 * 2**10, "H100": 227 * 2**10}
+SHARED_BYTES = {"A100": 163 * 2**10, "H100": HOPPER_SHARED_BYTES}
 """Shared memory of a block of threads (CUDA C++ programming guide, compute capability 8.0, 9.0)."""
 
 LEAST_BLOCK, LARGEST_BLOCK = 16, 128
@@ -64,7 +65,7 @@ class Triton:
         self, seq: int, head_dim: int, *, window: int | None, softcap: float | None
     ) -> list[str]:
         """Returns the reasons why the kernel cannot compute this."""
-        violations, block = [], self.block_of(head_dim)
+        violations, block = [*missing(TRITON, TRITON_ATTENTION)], self.block_of(head_dim)
         tiles = [min(size, seq) for size in (block, self.backward_block)]
         if any(seq % tile or tile & (tile - 1) for tile in tiles):
             sizes = f"block={block} and backward_block={self.backward_block}"

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxtrain.bench_gpu.layer import error
-from jaxtrain.bench_gpu.setting import ExpertShape, Setting
+from jaxtrain.bench_gpu.layer import error, require_hopper
+from jaxtrain.bench_gpu.setting import ExpertShape, Row, Setting, Skipped
 from jaxtrain.bench_gpu.timing import timed
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves, Routed
+from jaxtrain.moe.mosaic_blocks import MosaicBlocks
 
 ExpertWeights = tuple[Float[Array, "experts _ _"], ...]
 Layer = Callable[[jax.Array, jax.Array, ExpertWeights, int], jax.Array]
@@ -67,13 +68,21 @@ LAYERS: dict[str, Layer] = {
     "jaxtrain": ours,
     "loop": partial(ours, kernel=BlockLoop()),
     "ragged_dot": ragged,
+    "mosaic": partial(ours, kernel=MosaicBlocks()),
 }
+PLATFORMS = {"mosaic": "gpu"}
+"""Of kernels that run on one only."""
 
 
 def measure(setting: Setting, name: str) -> None:
     """Reports errors of output and gradients at a small size, then seconds."""
-    layer, sizes = LAYERS[name], setting.sizes
-    for dtype in (jnp.float32, jnp.bfloat16):
+    layer, sizes, platform = LAYERS[name], setting.sizes, PLATFORMS.get(name)
+    if platform not in (None, setting.platform):
+        raise Skipped(f"the kernel runs on {platform}, and this is {setting.platform}")
+    if name == "mosaic":
+        require_hopper(setting)
+    dtypes = (jnp.bfloat16,) if name == "mosaic" else (jnp.float32, jnp.bfloat16)
+    for dtype in dtypes:
         row = {"row": f"checked {jnp.dtype(dtype).name}"}
         setting.tell(row | errors(layer, sizes.checked_experts, dtype))
     shape = sizes.experts
@@ -96,7 +105,7 @@ def measure(setting: Setting, name: str) -> None:
     )
 
 
-def errors(layer: Layer, shape: ExpertShape, dtype: Any) -> dict[str, float]:
+def errors(layer: Layer, shape: ExpertShape, dtype: Any) -> Row:
     """Returns errors of the layer in `dtype` over the largest value of the dense sum's in fp32, for
     output and gradients."""
     inputs = operands(shape, dtype)

@@ -21,6 +21,7 @@ from jaxtrain.attention.triton import Triton
 from jaxtrain.bench_gpu.documents import SyntheticDocuments
 from jaxtrain.bench_gpu.setting import AttentionShape, Row, Setting, Skipped
 from jaxtrain.bench_gpu.timing import timed
+from jaxtrain.hopper.attention import FlashAttention
 from jaxtrain.telemetry.flops import AttentionFlops
 
 LayerArrays = tuple[jax.Array, ...]
@@ -29,10 +30,11 @@ KERNELS: dict[str, AttentionKernel] = {
     "cudnn": Cudnn(),
     "triton": Triton(),
     "splash": Splash(),
+    "mosaic": FlashAttention(),
     "blockwise": GPU_BLOCKS,
     "blockwise_1024": Blockwise(query_block=1024, key_block=1024),
 }
-PLATFORMS = {"cudnn": "gpu", "triton": "gpu", "splash": "tpu"}
+PLATFORMS = {"cudnn": "gpu", "triton": "gpu", "mosaic": "gpu", "splash": "tpu"}
 """Of kernels that run on one only. Pallas ones are interpreted in a dry run."""
 INTERPRETED: dict[str, AttentionKernel] = {
     "triton": Triton(interpret=True),
@@ -51,6 +53,8 @@ def measure(setting: Setting, name: str) -> None:
         if not (setting.dry and name in INTERPRETED):
             raise Skipped(f"the kernel runs on {platform}, and this is {setting.platform}")
         kernel = INTERPRETED[name]
+    if name == "mosaic":
+        require_hopper(setting)
     window = setting.sizes.window
     for case, packed in CASES.items():
         _tell(setting, f"checked, {case}", partial(check, setting, kernel, packed))
@@ -60,6 +64,12 @@ def measure(setting: Setting, name: str) -> None:
         for case, packed in CASES.items():
             timing = partial(_timed, setting, kernel, shape, packed)
             _tell(setting, f"layer of {layer}, {case}", timing)
+
+
+def require_hopper(setting: Setting) -> None:
+    """Raises Skipped on another GPU."""
+    if setting.chip.capability != FlashAttention.gpu_capability:
+        raise Skipped(f"the kernel runs on Hopper GPUs, and this is {setting.chip.name}")
 
 
 def _tell(setting: Setting, row: str, find: Callable[[], Row]) -> None:

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from jaxtrain.bench_gpu.setting import Setting
 
-KERNELS = ("cudnn", "triton", "splash", "blockwise", "blockwise_1024")
+KERNELS = ("cudnn", "triton", "mosaic", "splash", "blockwise", "blockwise_1024")
 REMAT = ("none", "attention", "dots", "full")
 """Policies other than the default of accelerators, which all other parts use."""
 CHUNKS = (2048, 8192, 16384)
@@ -39,7 +39,7 @@ PARTS = (
     "sweep/scanned",
     *(f"sweep/chunk/{tokens}" for tokens in CHUNKS),
     *(f"sweep/flag/{name}" for name in FLAGS),
-    *(f"experts/{layer}" for layer in ("jaxtrain", "loop", "ragged_dot")),
+    *(f"experts/{layer}" for layer in ("jaxtrain", "loop", "ragged_dot", "mosaic")),
     "save",
 )
 _MEASURED_BY = {

@@ -29,15 +29,15 @@ def with_kernels(
     """Fills in the platform's kernels where the experiment has none. Also returns violations:
     kernels of another platform."""
     execution = experiment.execution
-    violations = _of_others(execution, platform)
+    violations = _of_others(execution, platform, capability)
     if execution.attention is None:
         execution = replace(execution, attention=PlatformKernel(platform, capability))
     if execution.grouped_matmul is None:
-        execution = replace(execution, grouped_matmul=PlatformGroupedMatmul(platform))
+        execution = replace(execution, grouped_matmul=PlatformGroupedMatmul(platform, capability))
     return replace(experiment, execution=execution), violations
 
 
-def _of_others(execution: Execution, platform: str) -> list[str]:
+def _of_others(execution: Execution, platform: str, capability: int | None) -> list[str]:
     violations, collectives = [], execution.collectives
     if platform == "cpu" and collectives is not None and isinstance(collectives.experts, Ragged):
         violations.append(
@@ -47,10 +47,18 @@ def _of_others(execution: Execution, platform: str) -> list[str]:
     for name in ("attention", "grouped_matmul"):
         kernel = getattr(execution, name)
         target = getattr(kernel, "runs_on", platform)
-        if target != platform and not getattr(kernel, "interpret", False):
+        needed = getattr(kernel, "gpu_capability", None)
+        if getattr(kernel, "interpret", False):
+            continue
+        if target != platform:
             violations.append(
                 f"execution.{name}={kernel!r} is for {target.upper()}s, and the mesh is of "
                 f"{platform.upper()}s; use {name}=None, the platform's own"
+            )
+        elif needed is not None and capability is not None and needed != capability:
+            violations.append(
+                f"execution.{name}={kernel!r} is for GPUs of compute capability {needed}, and the "
+                f"mesh's have {capability}; use {name}=None, the platform's own"
             )
     return violations
 

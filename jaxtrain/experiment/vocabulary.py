@@ -59,10 +59,12 @@ from jaxtrain.data.row_stream import RowMaker
 from jaxtrain.experiment.evaluation import Evaluation
 from jaxtrain.experiment.fields import Execution, Experiment, Logging
 from jaxtrain.experiment.load import stored_name
+from jaxtrain.hopper.attention import FlashAttention
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.moe.layer import Activation
 from jaxtrain.moe.megablox import Megablox
+from jaxtrain.moe.mosaic_blocks import MosaicBlocks
 from jaxtrain.moe.router import Router, SigmoidRouter, SoftmaxRouter
 from jaxtrain.moe.triton_blocks import TritonBlocks
 from jaxtrain.optim.leaves import LeafMask, everything, hidden_matrices, matrices
@@ -92,10 +94,10 @@ ANY: dict[tuple[type, str], tuple[Any, ...]] = {
     (Experiment, "optimizer"): (*ELEMENTWISE, *SHARDED),
     (Execution, "attention"): (
         *(PlatformKernel, Reference, Blockwise, Cudnn, Triton, Splash, SplashBlocks),
-        types.NoneType,
+        *(FlashAttention, types.NoneType),
     ),
     (Execution, "grouped_matmul"): (
-        *(PlatformGroupedMatmul, BlockLoop, Megablox, TritonBlocks),
+        *(PlatformGroupedMatmul, BlockLoop, Megablox, TritonBlocks, MosaicBlocks),
         types.NoneType,
     ),
     (Mixture, "parts"): (Source, TokenFiles),

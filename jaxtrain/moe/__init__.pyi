@@ -2,6 +2,7 @@
 
 from .block_loop import BlockLoop as BlockLoop
 from .megablox import Megablox as Megablox
+from .mosaic_blocks import MosaicBlocks as MosaicBlocks
 from .router import Balance as Balance
 from .router import Capacity as Capacity
 from .router import Groups as Groups

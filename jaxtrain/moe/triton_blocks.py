@@ -2,29 +2,24 @@
 
 A program makes one tile of the result. Blocks have one owner each, so a tile of products reads one
 expert's matrix; and an expert's blocks lie side by side, so a tile of its gradient sums them in
-registers, in fp32, and is written once. Programs that run at a time work on a square of tiles
-rather than on a line of them, so that what they read they share in the cache (Tillet et al. 2019,
-"Triton", has dense products so).
+registers, in fp32, and is written once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.backends import TRITON, missing
 from jaxtrain.moe.grouped import Asked, Experts, Owners, RowProducts, Rows, block_count, block_rows
+from jaxtrain.moe.tiles import Ref, first_blocks, fitting, place_of, size_violations
 from jaxtrain.violations import count, power_of_two, raise_violations
 
-Ref = Any
-"""An array in the memory of the device, of which a program reads and writes parts."""
-
-GROUPED = 8
-"""Rows of tiles that are worked on together."""
 LEAST = 16
 """Of each dim of a product that tensor cores take."""
 MOST_ELEMENTS = 2**31
@@ -56,18 +51,11 @@ class TritonBlocks:
         raise_violations(violations + count("stages", self.stages))
 
     def violations(self, problem: Asked) -> list[str]:
-        violations = []
+        violations = missing(TRITON)
         if problem.dtype not in (jnp.bfloat16, jnp.float16) and not self.interpret:
             violations.append(f"{problem.dtype} is not supported, bfloat16 and float16 are")
-        for name, size in (("embed", problem.embed), ("hidden", problem.hidden)):
-            if size % LEAST:
-                violations.append(f"{name}={size} on a device is not a multiple of {LEAST}")
+        violations += size_violations(problem, self.largest_block, LEAST)
         block = block_rows(problem.rows, problem.experts, self.largest_block)
-        if block < LEAST:
-            violations.append(
-                f"{problem.rows} rows (tokens of a device x experts_per_token) for "
-                f"{problem.experts} experts are too few: blocks of {block}, at least {LEAST}"
-            )
         matrices = problem.embed * problem.hidden * problem.experts
         rows = block * block_count(problem.rows, problem.experts, self.largest_block)
         arrays = {
@@ -90,9 +78,9 @@ class TritonBlocks:
         dx = self._product(dy, weights, owners, transposed=True)
         experts, n, m = weights.shape
         block = len(rows) // len(owners)
-        piece, tile = min(block, self.depth), (_fitting(n, self.columns), _fitting(m, self.columns))
+        piece, tile = min(block, self.depth), (fitting(n, self.columns), fitting(m, self.columns))
         kernel = partial(_gradient, tile=tile, piece=piece, pieces=block // piece)
-        begins = jnp.sum(owners[None] < jnp.arange(experts + 1)[:, None], axis=1, dtype=jnp.int32)
+        begins = first_blocks(owners, experts)
         grid = ((n // tile[0]) * (m // tile[1]), experts)
         return dx, self._call(kernel, grid, weights, rows, dy, begins)
 
@@ -100,10 +88,10 @@ class TritonBlocks:
         self, rows: jax.Array, weights: Experts, owners: Owners, *, transposed: bool
     ) -> jax.Array:
         inner, outer = weights.shape[:0:-1] if transposed else weights.shape[1:]
-        columns = _fitting(outer, self.columns)
+        columns = fitting(outer, self.columns)
         kernel = partial(
             _product,
-            tile=(len(rows) // len(owners), columns, _fitting(inner, self.depth)),
+            tile=(len(rows) // len(owners), columns, fitting(inner, self.depth)),
             blocks=len(owners),
             transposed=transposed,
         )
@@ -133,11 +121,6 @@ class TritonBlocks:
         )(*arrays)
 
 
-def _fitting(size: int, most: int) -> int:
-    """The largest power of two up to `most` that divides size."""
-    return min(most, size & -size)
-
-
 def _product(
     rows: Ref,
     weights: Ref,
@@ -153,7 +136,7 @@ def _product(
     from jax.experimental.pallas import triton
 
     height, width, depth = tile
-    block, column = _place(pl.program_id(0), blocks, out.shape[1] // width)
+    block, column = place_of(pl.program_id(0), blocks, out.shape[1] // width)
     span, owner = pl.ds(block * height, height), owners[block]
     columns = pl.ds(column * width, width)
 
@@ -175,7 +158,7 @@ def _gradient(
     from jax.experimental.pallas import triton
 
     expert = pl.program_id(1)
-    place = _place(pl.program_id(0), out.shape[1] // tile[0], out.shape[2] // tile[1])
+    place = place_of(pl.program_id(0), out.shape[1] // tile[0], out.shape[2] // tile[1])
     into, columns = (pl.ds(i * size, size) for i, size in zip(place, tile, strict=True))
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -185,11 +168,3 @@ def _gradient(
     first, end = begins[expert] * pieces, begins[expert + 1] * pieces
     total = lax.fori_loop(first, end, step, jnp.zeros(tile, jnp.float32))
     out[expert, into, columns] = total.astype(out.dtype)
-
-
-def _place(program: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """(row, column) of a program's tile: column after column of `GROUPED` rows, then the next."""
-    first = program // (GROUPED * columns) * GROUPED
-    within = program % (GROUPED * columns)
-    several = jnp.minimum(rows - first, GROUPED)
-    return first + within % several, within // several

@@ -12,12 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxtrain.attention.blockwise import Blockwise
-from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.kernels import Reference
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
-from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.tiling import Tiling
-from jaxtrain.attention.triton import Triton
 from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.context.methods import tiles_of
@@ -25,8 +22,6 @@ from jaxtrain.losses.cross_entropy import chunk_count
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import block_count, block_rows
-from jaxtrain.moe.megablox import Megablox
-from jaxtrain.moe.triton_blocks import TritonBlocks
 from jaxtrain.operations.attention import AttentionCall
 from jaxtrain.operations.block import attention_of, mixture_of, mixtures, operations
 from jaxtrain.operations.experts import ExpertCall
@@ -37,8 +32,11 @@ from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import asked_of, expert_chunks, kernel_of, local_rows
 
 WITHOUT_PRODUCTS = (*ELEMENTWISE, Adafactor, Lamb, Lars)
-OPAQUE = (Cudnn, Triton, Splash, Megablox, TritonBlocks)
-"""Kernels whose products no program shows."""
+
+
+def is_opaque(kernel: object) -> bool:
+    """Returns True for a kernel of one platform, whose products no program shows."""
+    return hasattr(kernel, "runs_on")
 
 
 def calls(assembly: Assembly) -> Iterator[Operation]:
@@ -142,7 +140,7 @@ def _opaque_calls(assembly: Assembly) -> list[tuple[Operation, float]]:
     rows = assembly.largest_batch / assembly.experiment.microbatches
     opaque_calls: list[tuple[Operation, float]] = []
     for call in calls(assembly):
-        if not isinstance(kernel_of(assembly, call), OPAQUE):
+        if not is_opaque(kernel_of(assembly, call)):
             continue
         if (mixture := mixture_of(call)) is not None:
             opaque_calls.append((call, _expert_flops(assembly, mixture) / hidden))
@@ -167,7 +165,8 @@ def _operation_flops(assembly: Assembly, call: Operation) -> float | None:
 
 
 def _mixture_flops(assembly: Assembly, call: ExpertCall) -> float | None:
-    if not isinstance(kernel_of(assembly, call), (BlockLoop, *OPAQUE)):
+    kernel = kernel_of(assembly, call)
+    if not isinstance(kernel, BlockLoop) and not is_opaque(kernel):
         return None
     again = assembly.loop.remat != "none" or expert_chunks(assembly, call) > 1
     return _mixture_forward(assembly, call) * (3 + again)
@@ -187,7 +186,7 @@ def _for_outputs(assembly: Assembly) -> float:
 
 def _mixture_forward(assembly: Assembly, call: ExpertCall) -> float:
     kernel, hidden = kernel_of(assembly, call), ways(assembly.roles.mlp, assembly.sizes)
-    visible = 0.0 if isinstance(kernel, OPAQUE) else _expert_flops(assembly, call)
+    visible = 0.0 if is_opaque(kernel) else _expert_flops(assembly, call)
     replicated = [call.router, *(w for w in call.shared if w.columns == 1)]
     split_size = sum(w.size for w in call.shared if w.columns > 1)
     size = sum(w.size for w in replicated) * hidden + split_size
@@ -219,6 +218,6 @@ def _attention_flops(assembly: Assembly, a: AttentionCall) -> float | None:
             blocks = (min(kernel.query_block, size), min(kernel.key_block, size))
             tiling = Tiling(*blocks, seq=size, scoring=Scoring(mask, scale=1.0), starts=None)
             total += per_pair * count * tiling.pairs() * (7 + 2 * (remat in ("full", "dots")))
-        elif not isinstance(kernel, OPAQUE):
+        elif not is_opaque(kernel):
             return None
     return total

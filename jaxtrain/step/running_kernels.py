@@ -45,7 +45,9 @@ def kernel_of(assembly: Assembly, call: Operation, tokens: int | None = None) ->
     if (mixture := mixture_of(call)) is not None:
         grouped, problem = execution.grouped_matmul, asked_of(assembly, mixture)
         is_platforms = isinstance(grouped, PlatformGroupedMatmul)
-        return choose_grouped(grouped.platform, problem) if is_platforms else grouped
+        if not is_platforms:
+            return grouped
+        return choose_grouped(grouped.platform, problem, grouped.capability)
     attention = attention_of(call)
     if attention is None:
         return None

@@ -149,8 +149,8 @@ def field_violations(experiment: Experiment) -> list[str]:
     kernel = e.execution.attention
     if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
         violations.append(
-            f"execution.attention={kernel!r} is no kernel; use a value of "
-            f"jaxtrain.attention such as {_kernel_like(kernel)}, or None for the platform's own"
+            f"execution.attention={kernel!r} is no kernel; use one such as "
+            f"{_kernel_like(kernel)}, or None for the platform's own"
         )
     grouped = e.execution.grouped_matmul
     kinds = PlatformGroupedMatmul | GroupedMatmul | None
@@ -184,8 +184,9 @@ def _product_violations(experiment: Experiment) -> list[str]:
 def _kernel_like(kernel: Any) -> str:
     """Returns the kernel that was probably meant by a kernel's name or class."""
     name = str(getattr(kernel, "__name__", kernel)).lower()
-    kernels = ("Reference()", "Blockwise()", "Cudnn()", "Triton()", "Splash()")
-    return next((call for call in kernels if call[:-2].lower() in name), kernels[1])
+    kernels = ("Reference()", "Blockwise()", "Cudnn()", "Triton()", "Splash()", "FlashAttention()")
+    call = next((call for call in kernels if call[:-2].lower() in name), kernels[1])
+    return f"jaxtrain.{'hopper' if call == kernels[-1] else 'attention'}.{call}"
 
 
 def is_of_task(metric: str) -> bool:

@@ -3,7 +3,7 @@ property.
 
 Two attributes declare a kernel's properties. `standard = True`: it computes the softmax attention
 of `jaxtrain.attention.attention`, as a faster kernel does. `heads_alike = True`: it treats every
-head the same, which ALiBi does not. All kernels of `jaxtrain.attention` are standard.
+head the same, which ALiBi does not. All kernels of jaxtrain are standard.
 """
 
 from __future__ import annotations

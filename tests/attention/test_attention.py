@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from typecheck import unchecked
 
+from jaxtrain.attention import triton
 from jaxtrain.attention.blockwise import Blockwise, chunk_shape
 from jaxtrain.attention.cudnn import Cudnn
 from jaxtrain.attention.documents import document_starts
@@ -343,6 +344,21 @@ def test_a_portable_kernel_on_an_accelerator_is_said_aloud():
         attention(x, x, x, softcap=3.0, kernel=PlatformKernel("gpu"))
     with pytest.warns(UserWarning, match="for tpu here .seq=8"):
         attention(x, x, x, kernel=PlatformKernel("tpu"))
+
+
+@pytest.mark.parametrize("lost", ["TRITON", "TRITON_ATTENTION"])
+def test_a_jax_without_tritons_kernels_has_the_portable_one_and_says_so(lost, monkeypatch):
+    asked = dict(platform="gpu", documents=True, capability=8)
+    usual = dict(dtype=jnp.bfloat16, seq=1024, head_dim=128)
+    assert isinstance(choose(**usual, **asked), Triton)
+    monkeypatch.setattr(triton, lost, "experimental/pallas/gone.py")
+    assert isinstance(choose(**usual, **asked), Blockwise)
+    x = jnp.zeros((1, 128, 1, 128), jnp.bfloat16)
+    told = "JAX .* has no jax.experimental.pallas.gone any more"
+    with pytest.warns(UserWarning, match=f"no fused kernel for gpu here .{told}"):
+        attention(x, x, x, starts=jnp.zeros((1, 128), jnp.int32), kernel=PlatformKernel("gpu", 8))
+    with pytest.raises(ValueError, match=f"Triton cannot compute this: {told}"):
+        attention(x, x, x, kernel=Triton(interpret=True))
 
 
 REFUSED = [

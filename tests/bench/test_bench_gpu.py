@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_gpu import NEW_JAX
 
 from jaxtrain import cli
 from jaxtrain.attention.online_softmax import Scoring
@@ -24,6 +25,9 @@ from jaxtrain.bench_gpu.runner import bench_gpu, chosen
 from jaxtrain.bench_gpu.setting import DRY, REAL, AttentionShape, Row, Setting, Sizes, Skipped
 from jaxtrain.bench_gpu.timing import Timed, summary, timed
 from jaxtrain.bench_gpu.worker import environment
+from jaxtrain.mesh.hardware import CHIPS
+from jaxtrain.moe import MosaicBlocks
+from jaxtrain.moe.grouped import Asked
 from jaxtrain.step.batches import fields_of, token_fields
 
 
@@ -160,6 +164,13 @@ class CheckedOnly(Setting):
         return replace(DRY, layers={})
 
 
+class OnGpu(Setting):
+    """An A100, with the sizes of a dry run."""
+
+    platform = "gpu"
+    chip = CHIPS["a100_80g"]
+
+
 def test_what_a_kernel_refuses_is_a_finding_and_where_it_cannot_run_it_is_skipped(
     told: Told,
 ) -> None:
@@ -170,7 +181,24 @@ def test_what_a_kernel_refuses_is_a_finding_and_where_it_cannot_run_it_is_skippe
     assert told.rows["checked, documents"]["dk_error"] < 1e-2
 
 
-@pytest.mark.parametrize("name", experts.LAYERS)
+@pytest.mark.parametrize("part", [experts, layer])
+def test_kernels_by_mosaic_are_measured_on_hopper_alone(told: Told, part: Any) -> None:
+    with pytest.raises(Skipped, match="the kernel runs on gpu, and this is cpu"):
+        part.measure(told.setting, "mosaic")
+    on_gpu = OnGpu(True, "gpu", None, {}, told.out, told.setting.tell)
+    with pytest.raises(Skipped, match="the kernel runs on Hopper GPUs, and this is a100_80g"):
+        part.measure(on_gpu, "mosaic")
+
+
+@NEW_JAX
+def test_mosaic_takes_the_sizes_that_are_measured() -> None:
+    for shape in (REAL.checked_experts, REAL.experts):
+        rows, dims = shape.chosen * shape.tokens, (shape.embed, shape.hidden)
+        asked = Asked(rows, shape.experts, *dims, jnp.dtype(jnp.bfloat16))
+        assert not MosaicBlocks().violations(asked)
+
+
+@pytest.mark.parametrize("name", [n for n in experts.LAYERS if n not in experts.PLATFORMS])
 def test_every_mixture_is_the_dense_sum(told: Told, name: str) -> None:
     experts.measure(told.setting, name)
     for dtype, bound in (("float32", 1e-5), ("bfloat16", 2e-2)):

@@ -3,29 +3,35 @@ Python here."""
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent_gpu import TRITON_IS_DEPRECATED, abstract_gpus
+from absent_gpu import NEW_JAX, TRITON_IS_DEPRECATED, abstract_gpus
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.collectives.vary import vary
 from jaxtrain.mesh.mesh import make_mesh, mesh_from_axes
+from jaxtrain.moe import triton_blocks
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import Asked, GroupedMatmul, group_sizes, grouped_matmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul, choose, settled
 from jaxtrain.moe.layer import ExpertLayer, ExpertLeaves
 from jaxtrain.moe.megablox import Megablox
+from jaxtrain.moe.mosaic_blocks import MosaicBlocks
 from jaxtrain.moe.rows import plan_rows
-from jaxtrain.moe.triton_blocks import GROUPED, TritonBlocks, _place
+from jaxtrain.moe.tiles import GROUPED, place_of
+from jaxtrain.moe.triton_blocks import TritonBlocks
 from jaxtrain.transformer.feed_forward import silu
 
 TRITON = TritonBlocks(largest_block=32, columns=32, depth=16, interpret=True)
 MEGABLOX = Megablox(tile=(128, 128, 128), interpret=True)
+MOSAIC = MosaicBlocks(largest_block=64, columns=64, interpret=True)
 LOOP = BlockLoop(largest_block=32)
 
 
@@ -111,8 +117,111 @@ def test_in_bf16_sums_are_fp32(kernel: GroupedMatmul) -> None:
     assert float(dw[1, 0, 0]) >= 512
 
 
+MOSAICS = [
+    ((0, 2, 2), 64, 128, 64, MOSAIC, jnp.float16),
+    ((1, 1, 1, 2), 128, 192, 64, replace(MOSAIC, stages=2), jnp.bfloat16),
+    ((0, 0), 192, 64, 64, replace(MOSAIC, columns=128, depth=128, stages=2), jnp.bfloat16),
+    ((0, 0, 1), 128, 256, 128, replace(MOSAIC, columns=128, largest_block=128), jnp.bfloat16),
+]
+"""(owner of each block, embed, hidden, rows of a block, kernel, dtype)"""
+
+
+@NEW_JAX
+@pytest.mark.parametrize(("owners", "embed", "hidden", "block", "kernel", "dtype"), MOSAICS)
+def test_mosaics_products_are_right(
+    owners: tuple[int, ...], embed: int, hidden: int, block: int, kernel: MosaicBlocks, dtype: Any
+) -> None:
+    """By JAX's simulator of a GPU, in which copies and stores that race are raised, and memory that
+    nobody wrote is NaN. Sums are fp32: what is left is the rounding of results. Experts without a
+    block are first, between and last."""
+    rng, rows = np.random.default_rng(0), block * len(owners)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    given = dict(
+        rows=normal(rows, embed),
+        weights=normal(4, embed, hidden),
+        dy=normal(rows, hidden),
+        owners=jnp.asarray(owners, jnp.int32),
+    )
+    found = everything(kernel, given)
+    assert all(a.dtype == dtype for a in found)
+    assert_near(found, by_hand(given), float(jnp.finfo(dtype).eps) / 2)
+
+
+@NEW_JAX
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_mosaic_is_traced_and_lowered_whether_types_are_checked_or_not(check_vma: bool) -> None:
+    """Two products, their gradients by rows and by weights; of the default tiles."""
+    both, inputs = sharded_layer(
+        MosaicBlocks(),
+        check_vma=check_vma,
+        dtype=jnp.bfloat16,
+        mesh=abstract_gpus(data=2),
+        dims=(256, 512),
+        tokens=2048,
+    )
+    traced = both.trace(*inputs)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 6
+    # Products run on beside the next, no longer; those of the simulator are done at once.
+    program = str(traced.jaxpr)
+    assert program.count("wgmma_wait[n=1]") == 6 and program.count("commit_smem") == 6
+
+
+@NEW_JAX
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        MosaicBlocks(largest_block=64, columns=256, stages=5),
+        MosaicBlocks(largest_block=256, columns=64, stages=5),
+        MosaicBlocks(depth=128, stages=3),
+        MosaicBlocks(stages=7),
+    ],
+    ids=str,
+)
+def test_tiles_that_are_taken_are_lowered(kernel: MosaicBlocks) -> None:
+    """Into shared memory and registers: Mosaic raises where they do not fit."""
+    given = jax.eval_shape(lambda: laid_out(Case((700, 40), 512, 768), kernel, jnp.bfloat16))
+    run = jax.jit(lambda given: everything(kernel, given))
+    text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 3
+
+
+TOO_LARGE = [
+    (dict(columns=512), "columns=512 .* 256 .*; use columns=128"),
+    (dict(largest_block=256), "largest_block=256 x columns=128 .*; use largest_block=128"),
+    (dict(stages=8), "stages=8 .* 262,144 bytes .* 232,448; use stages=7"),
+    (dict(largest_block=64, columns=256, stages=6), "stages=6 .* use stages=5"),
+    (dict(largest_block=32, depth=96), "largest_block=32.*; depth=96"),
+    (dict(largest_block=64, stages=8), "stages=8 .* 262,144 bytes .*; use stages=7"),
+    (dict(stages=0), "stages=0"),
+    (dict(stages=1), "stages=1 .* 2 or more"),
+    (dict(depth=512), "stages=3 with depth=512 take 786,432 bytes .*; use depth=64$"),
+    (dict(depth=1024, stages=16), "depth=1024 .*; use depth=64 and stages=7$"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), TOO_LARGE, ids=str)
+def test_tiles_that_no_hopper_holds_are_refused_with_those_that_it_does(
+    options: dict[str, int], told: str
+) -> None:
+    with pytest.raises(ValueError, match=f"(?s){told}") as refused:
+        MosaicBlocks(**options)
+    remedy = re.findall(r"(\w+)=(\d+)", str(refused.value).partition("use ")[2])
+    if remedy:
+        MosaicBlocks(**options | {name: int(value) for name, value in remedy})
+
+
 def sharded_layer(
-    kernel: Any, *, check_vma: bool, dtype: Any = jnp.float32, mesh: Any = None
+    kernel: Any,
+    *,
+    check_vma: bool,
+    dtype: Any = jnp.float32,
+    mesh: Any = None,
+    dims: tuple[int, int] = (16, 32),
+    tokens: int = 256,
 ) -> tuple[Any, Any]:
     """A layer in a shard_map over the tokens of two devices, of CPUs here or of `mesh`: what gives
     its output and gradients, and its inputs."""
@@ -121,7 +230,9 @@ def sharded_layer(
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    inputs = normal(256, 16), normal(16, 4), (normal(4, 16, 32), normal(4, 32, 16))
+    embed, hidden = dims
+    weights = normal(4, embed, hidden), normal(4, hidden, embed)
+    inputs = normal(tokens, embed), normal(embed, 4), weights
 
     def local(x: jax.Array, router: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
         if check_vma:
@@ -169,7 +280,7 @@ def test_tiles_of_a_product_are_each_made_once_by_neighbours() -> None:
     """Whatever the number of rows and columns of tiles; those of `GROUPED` x `GROUPED` programs
     that follow each other lie in as many rows and columns."""
     for rows, columns in ((1, 5), (8, 3), (19, 4), (16, 16)):
-        places = [_place(jnp.int32(i), rows, columns) for i in range(rows * columns)]
+        places = [place_of(jnp.int32(i), rows, columns) for i in range(rows * columns)]
         found = [(int(row), int(column)) for row, column in places]
         assert sorted(found) == [(i, j) for i in range(rows) for j in range(columns)]
     together = found[: GROUPED**2]
@@ -200,13 +311,27 @@ def test_each_platform_has_its_kernel_and_says_where_it_has_none(
     platform: str, change: dict[str, Any], kind: type
 ) -> None:
     asked = ASKED._replace(**change)
-    found = choose(platform, asked)
+    found = choose(platform, asked, 9)
     assert type(found) is kind and not found.violations(asked)
     slow = kind is BlockLoop and platform != "cpu"
     told = pytest.warns(UserWarning, match="run as a loop over blocks") if slow else nullcontext()
     with told:
-        assert settled(PlatformGroupedMatmul(platform), asked) == found
+        assert settled(PlatformGroupedMatmul(platform, 9), asked) == found
     assert settled(None, asked) == BlockLoop()  # this backend's
+
+
+@NEW_JAX
+def test_mosaic_takes_tritons_place_on_hopper_once_jax_has_no_triton(monkeypatch) -> None:
+    """And on Hopper alone: where the GPU is another, or not known, the loop runs, with reasons."""
+    assert type(choose("gpu", ASKED, 9)) is TritonBlocks
+    monkeypatch.setattr(triton_blocks, "TRITON", "experimental/pallas/no_triton.py")
+    assert choose("gpu", ASKED, 9) == settled(PlatformGroupedMatmul("gpu", 9), ASKED)
+    assert choose("gpu", ASKED, 9) == MosaicBlocks()
+    for capability, told in ((8, "the GPU has 8"), (None, "an unknown one")):
+        assert choose("cuda", ASKED, capability) == BlockLoop()
+        lost = "TritonBlocks: JAX .* has no jax.experimental.pallas.no_triton any more"
+        with pytest.warns(UserWarning, match=f"{lost}; MosaicBlocks: .* capability 9, .*{told}"):
+            settled(PlatformGroupedMatmul("gpu", capability), ASKED)
 
 
 MOST_ROWS = 2**21 - 8 * 127 - 1
@@ -222,6 +347,14 @@ REFUSED = [
     (TritonBlocks(), {"rows": 64}, "blocks of 8, at least 16"),
     (TritonBlocks(), {"experts": 4096, "rows": 2**20}, "2147483648 numbers in the experts' matr"),
     (TritonBlocks(), {"rows": MOST_ROWS + 1}, "2147483648 numbers in the rows padded to whole"),
+    *(
+        pytest.param(MosaicBlocks(), change, told, marks=NEW_JAX)
+        for change, told in (
+            ({"dtype": jnp.dtype(jnp.float32)}, "float32 is not supported"),
+            ({"embed": 544, "hidden": 1000}, "embed=544 .*64; hidden=1000 .*64"),
+            ({"rows": 1024}, "blocks of 32, at least 64"),
+        )
+    ),
 ]
 
 

@@ -355,8 +355,8 @@ def test_what_is_wrong_with_kernel_data_sample_state_and_patterns_is_told_at_onc
         jaxtrain.check(wrong, ROOT / "meshes/h100_1.toml")
     message = str(caught.value)
     for part in (
-        "execution.attention='splash' is no kernel; use a value of jaxtrain.attention such as "
-        "Splash(), or None",
+        "execution.attention='splash' is no kernel; use one such as "
+        "jaxtrain.attention.Splash(), or None",
         "evaluation.sample: tokens=1000000000 is more",
         "fine_tuning.trainable: 'layers.*' names none of the leaves",
         "data: no file matches 'no/*.txt', 'nor/*.md'",

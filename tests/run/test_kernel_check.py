@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absent_gpu import TRITON_IS_DEPRECATED, abstract_gpus
+from absent_gpu import NEW_JAX, TRITON_IS_DEPRECATED, abstract_gpus
 
 import jaxtrain
 from jaxtrain import Health
@@ -34,7 +34,8 @@ from jaxtrain.health.attention_case import (
 from jaxtrain.health.expert_case import choices_of, expert_distances, within
 from jaxtrain.health.kernel_case import bound_for, distance, part_norms
 from jaxtrain.health.kernel_check import cases_of, check_kernels, is_checked
-from jaxtrain.moe import BlockLoop, Megablox, TritonBlocks
+from jaxtrain.hopper import FlashAttention
+from jaxtrain.moe import BlockLoop, Megablox, MosaicBlocks, TritonBlocks
 from jaxtrain.moe.grouped import Asked
 from jaxtrain.operations.block import attentions
 from jaxtrain.optim.precision import bf16, fp8, fp16, fp32
@@ -634,6 +635,8 @@ LOWERED = [
     ("cuda", Triton(block=32)),
     ("tpu", Megablox()),
     ("cuda", TritonBlocks()),
+    pytest.param("cuda", MosaicBlocks(), marks=NEW_JAX),
+    pytest.param("cuda", FlashAttention(), marks=NEW_JAX),
 ]
 
 
@@ -642,8 +645,8 @@ LOWERED = [
 def test_the_check_lowers_for_the_kernels_platform(platform: str, kernel: Any) -> None:
     """Beside the portable one, whose products are not in passes of 16 bits."""
     run: Any
-    if isinstance(kernel, Megablox | TritonBlocks):
-        asked = Asked(512, 4, 128, 256, BF16)
+    if isinstance(kernel, Megablox | TritonBlocks | MosaicBlocks):
+        asked = Asked(2048, 4, 128, 256, BF16)
         run, inputs = partial(expert_distances, kernel, asked, None), choices_of(asked)
         inputs = (jax.random.key(0), *inputs)
     else:

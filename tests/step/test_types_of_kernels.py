@@ -10,7 +10,7 @@ import pytest
 import jaxtrain
 from jaxtrain.attention import Blockwise, Cudnn, Splash, Triton
 from jaxtrain.mesh.hardware import CHIPS
-from jaxtrain.moe import Megablox, TritonBlocks
+from jaxtrain.moe import Megablox, MosaicBlocks, TritonBlocks
 from jaxtrain.optim.precision import bf16, fp32
 from jaxtrain.step.assembly import assemble
 
@@ -63,6 +63,7 @@ def test_they_are_off_for_pallas(
     [
         ("h100_sxm", None, True),
         ("h100_sxm", TritonBlocks(), True),
+        ("h100_sxm", MosaicBlocks(), True),
         ("tpu_v5e", Megablox(), False),
     ],
     ids=str,
@@ -85,6 +86,14 @@ OF_OTHERS = [
     ((Splash(), None), "h100_sxm", "execution.attention=Splash.*TPUs.*of GPUs"),
     ((Cudnn(), None), None, "execution.attention=Cudnn.*GPUs.*of CPUs; use attention=None"),
     ((Triton(), TritonBlocks()), "tpu_v5e", r"Triton.*\n.*Blocks"),
+    (
+        (None, MosaicBlocks()),
+        "a100_80g",
+        "MosaicBlocks.*compute capability 9, and the mesh's have 8; use grouped_matmul=None",
+    ),
+    ((None, MosaicBlocks()), None, "MosaicBlocks.*GPUs.*of CPUs"),
+    ((None, MosaicBlocks()), "h100_sxm", ""),
+    ((None, MosaicBlocks(interpret=True)), "a100_80g", ""),
     ((None, Megablox()), "h100_sxm", "execution.grouped_matmul=Megablox.*TPUs"),
     ((Triton(interpret=True), Megablox(interpret=True)), None, ""),
 ]
