@@ -73,8 +73,9 @@ class Lengths(NamedTuple):
 
 
 def length_groups(seq: int, documents: int) -> list[Lengths]:
-    """Returns the groups of documents in rows of `seq` tokens. Only the last one's room can be too
-    small: it is for `documents` a row."""
+    """Returns ranges of lengths, longest first, into which the documents of rows of `seq` tokens
+    are sorted. Each has room for all documents of its lengths, but the last: it has room for
+    `documents` short ones a row."""
     groups, longest = [], seq
     while longest % RATIO == 0 and (shorter := longest // RATIO) % SHORTEST == 0:
         groups.append(Lengths(shorter, longest, RATIO))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,24 +194,30 @@ def _kernel_here() -> PlatformKernel:
     return PlatformKernel(jax.default_backend(), gpu_capability())
 
 
-def portable(platform: str, q: Heads, scoring: Scoring) -> str:
-    """Returns a warning that `Blockwise` runs on an accelerator, with the reasons and its cost."""
-    dtype, seq, size = q.dtype, q.shape[1], q.shape[3]
-    if platform == "tpu":
-        reasons = Splash().violations(seq, size)
-    else:
-        reasons = Cudnn().violations(size, softcap=scoring.softcap, dtype=dtype)
-        options = dict(window=scoring.mask.window, softcap=scoring.softcap)
-        reasons += Triton().violations(seq, size, **options)
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        reasons = [f"dtype={dtype} is not bfloat16 or float16"]
-    if scoring.function is not None:
-        reasons = [f"scores={scoring.function} is a function"]
+def portable(platform: str, q: Heads, scoring: Scoring, refusals: Sequence[str] = ()) -> str:
+    """Returns a warning that `Blockwise` runs on an accelerator, with the reasons and its cost.
+    refusals: of the kernel that was named; without any those of the platform's are told."""
+    reasons = refusals or _refusals_of(platform, q, scoring)
     return (
-        f"attention of {dtype} with head_dim={size}, seq={seq} has no fused kernel for {platform} "
-        f"here ({'; '.join(reasons) or 'check_vma=True, which Pallas refuses'}) and runs as loops "
-        "of XLA's over tiles: several times the time of a fused one, on an H100 8 times"
+        f"attention of {q.dtype} with head_dim={q.shape[3]}, seq={q.shape[1]} has no fused kernel "
+        f"for {platform} here ({'; '.join(reasons) or 'check_vma=True, which Pallas refuses'}) and "
+        "runs as loops of XLA's over tiles: several times the time of a fused one, on an H100 8 "
+        "times"
     )
+
+
+def _refusals_of(platform: str, q: Heads, scoring: Scoring) -> list[str]:
+    """Returns why no kernel of the platform's own computes this."""
+    dtype, seq, size = q.dtype, q.shape[1], q.shape[3]
+    if scoring.function is not None:
+        return [f"scores={scoring.function} is a function"]
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return [f"dtype={dtype} is not bfloat16 or float16"]
+    if platform == "tpu":
+        return Splash().violations(seq, size)
+    options = dict(window=scoring.mask.window, softcap=scoring.softcap)
+    of_cudnn = Cudnn().violations(size, softcap=scoring.softcap, dtype=dtype)
+    return of_cudnn + Triton().violations(seq, size, **options)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Our seconds a step over the loop's: below 1 is faster."""
+        """Our seconds per step divided by those of the plain loop; below 1, ours is faster."""
         return self.ours.step_s / self.baseline.step_s
 
     @property
@@ -215,7 +215,8 @@ def environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def plain_environment(spec: MeshSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns `environment` without the malloc settings of `jaxtrain`, but with the user's."""
+    """Returns `environment` with GLIBC_TUNABLES as the user has it, without jaxtrain's settings of
+    malloc."""
     env = environment(spec, environ)
     env.pop("GLIBC_TUNABLES", None)
     tunables = environ.get("GLIBC_TUNABLES")

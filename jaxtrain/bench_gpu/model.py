@@ -121,8 +121,9 @@ class Compiled:
         }
 
     def train(self) -> Row:
-        """Returns what a training on one batch shows. A round of steps is dispatched at once, and
-        is shorter if steps are long, so that a part ends in time."""
+        """Returns the speed, memory and losses of a training that repeats one batch. A round
+        dispatches all its steps before it waits; if steps are long a round has fewer, so that the
+        part ends in time."""
         a, e = self.assembly, self.assembly.experiment
         state, steps = initialise(a, self.shardings), self.setting.sizes.steps
         round_s = self.setting.sizes.longest_round_s
@@ -236,7 +237,8 @@ def largest_batch(need: Callable[[int], Need], usable: int, most: int) -> int:
 
 
 def search(setting: Setting, remat: str) -> Variant:
-    """Returns the largest batch with a policy. Raises Skipped where not one row fits."""
+    """Returns the variant with the policy `remat` and its largest batch, as `largest_batch` finds
+    it. Raises Skipped if one row does not fit."""
     usable, on_gpu = usable_bytes(setting), setting.platform == "gpu"
     options = QUICK if on_gpu and not option_violations(QUICK, jax.devices()[0]) else {}
 

@@ -160,7 +160,7 @@ class Setting:
         return flops_per_s / self.chip.peak_flops(dtype)
 
     def rows(self, part: str) -> list[Row]:
-        """Returns the rows of an earlier part. Raises Skipped where it has none."""
+        """Returns the rows of a part that ran earlier. Raises Skipped if that part has none."""
         if not self.earlier.get(part):
             raise Skipped(f"needs what {part} finds, which found nothing")
         return self.earlier[part]

@@ -23,9 +23,9 @@ FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def environment(part: str, *, dry: bool, out: Path, environ: dict[str, str]) -> dict[str, str]:
-    """Returns the environment of a part's process: one device and nearly all of its memory, unless
-    the user has set others, and a compilation cache below `out`. In torch's parts JAX has no
-    device."""
+    """Returns the environment of a part's process: one GPU and most of its memory, unless the user
+    has chosen others, and compilation caches below `out`. In torch's parts JAX has only the CPU,
+    and leaves the GPU's memory to torch."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(p for p in (root, environ.get("PYTHONPATH")) if p)
     own = {

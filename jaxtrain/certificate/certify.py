@@ -136,7 +136,8 @@ class Difference(NamedTuple):
 
     @property
     def leaf_bounds(self) -> tuple[float, float]:
-        """Bounds of gradients and of the state after the last step."""
+        """Upper bounds of `grad_rel`, for gradients, and of `state_rel`, for the state after the
+        last step."""
         if self.layout.narrow:
             return NARROW_BOUND, NARROW_STATE_BOUND
         return BOUNDS[self.dtype], STATE_BOUNDS[self.dtype]
@@ -154,7 +155,8 @@ class Certificate:
         return [d for d in self.differences if not d.passed]
 
     def worst(self, field_name: str, dtype: str = "float32") -> float:
-        """Returns the largest `loss_rel`, `grad_rel`, .. among layouts of that compute dtype."""
+        """Returns the largest value of a field, such as "loss_rel", among the layouts with this
+        compute dtype; 0 if there are none."""
         values = [getattr(d, field_name) for d in self.differences if d.layout.dtype == dtype]
         return max(values, default=0.0)
 

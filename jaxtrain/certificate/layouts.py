@@ -72,9 +72,10 @@ class Layout(NamedTuple):
         return jnp.dtype(PRECISIONS[self.precision.removesuffix(NARROW)].compute).name
 
     def reference(self, *, balanced: bool = False) -> Layout:
-        """Returns the one-device run that it must equal, in one microbatch. With dropout, whose
-        masks differ by microbatch, with products in 8 bits, whose scales do, and if experts are
-        `balanced` by the loads of one, it keeps its microbatches."""
+        """Returns the one-device layout whose run must equal this layout's run. It has one
+        microbatch; it keeps this layout's number of microbatches if the result depends on it: with
+        dropout (masks differ by microbatch), with products in 8 bits (scales differ), or if experts
+        are `balanced` by the loads of one microbatch."""
         by_microbatch = bool(self.dropout) or balanced or self.narrow
         plain = Layout((("data", 1),), microbatches=self.microbatches if by_microbatch else 1)
         return plain._replace(**{name: getattr(self, name) for name in SEMANTIC})

@@ -100,7 +100,8 @@ class Replays(NamedTuple):
 
 @dataclass(frozen=True)
 class Numbered:
-    """`data` whose rows give each token its position in a batch of `batch` rows."""
+    """`data` with one more field, `places`: of each token its index among those of its batch, of
+    `batch` rows."""
 
     data: Data
     batch: int

@@ -38,8 +38,8 @@ class PartId(NamedTuple):
         return f"{self.step}/{self.process}.{self.start}.json"
 
     def find(self, root: Path) -> Path:
-        """Returns the path of its pack in a directory of any process of this machine. Raises
-        OSError."""
+        """Returns the path of this part's pack below `root`, in the directory of any process of
+        this machine. Raises OSError if none has it."""
         for directory in sorted(root.iterdir()):
             if (path := directory / self.pack).is_file():
                 return path

@@ -188,8 +188,8 @@ class LocalSteps:
         return steps
 
     def read(self, stored: LocalStep, otherwise: Read | None = None) -> Read:
-        """Returns a reader of a step's chunks: from this process, from another that has the part,
-        or by `otherwise`."""
+        """Returns a reader of a step's chunks. It reads a chunk from this process's copy of the
+        part; if that fails, from the copies of other processes; if all fail, by `otherwise`."""
 
         def read(chunk: Chunk, dtype: np.dtype) -> np.ndarray:
             problems = []

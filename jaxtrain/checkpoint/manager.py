@@ -120,9 +120,9 @@ class CheckpointManager(CommittedSteps):
     ) -> None:
         """Starts saving `state` and `metadata` as `step`; the arrays may be donated right after.
 
-        slots: of leaves that are stored in another order than at rest. spare_bytes: memory of
-        each device for a copy, as for `owned_parts`. Waits for the previous save, if
-        that is still in flight. `metadata` is small JSON; it is restored as JSON (tuples as
+        slots: of leaves whose layers a checkpoint has in another order than the state. spare_bytes:
+        memory of each device for a copy, as for `owned_parts`. Waits for the previous save, if that
+        is still in flight. `metadata` is small JSON; it is restored as JSON (tuples as
         lists). `metadata["metrics"]` is what `Best` goes by. Where the metadata has a "step", or
         the state an integer leaf `step`, it is this one.
 
@@ -177,7 +177,7 @@ class CheckpointManager(CommittedSteps):
 
         `template` is the state's tree with `jax.ShapeDtypeStruct` leaves that carry shardings (or
         arrays that do); its containers may differ from those that were saved, its paths may not.
-        slots: of leaves that are stored in another order than at rest.
+        slots: of leaves whose layers a checkpoint has in another order than the state.
         Each process reads only chunks of which its devices need a part, and verifies each whole.
 
         Raises:

@@ -210,7 +210,7 @@ class Checkpoints:
         self.durable.wait()
 
     def close(self) -> None:
-        """Wait for the saves in flight and release threads and connections."""
+        """Waits for the saves in flight, and releases threads and connections."""
         self._settle(LocalSteps.close)
         self._steps = None
         self.durable.close()

@@ -54,9 +54,9 @@ def run_dir_of(options: argparse.Namespace) -> Path:
 
 @contextmanager
 def numbered_directory(base: Path) -> Iterator[Path]:
-    """Makes and gives the first of the directories base-1, base-2, ... that is not there, which no
-    other process gets. At the end it is removed if it is empty, as where a run was refused. Raises
-    ValueError for a path without a name."""
+    """Creates and yields the first of the directories base-1, base-2, ... that does not exist; no
+    other process can get the same one. On exit the directory is removed if it is empty, as after a
+    refused run. Raises ValueError for a path without a name."""
     if base.name in ("", ".."):
         raise ValueError(
             f"--numbered has no name to number in --run-dir {base}; give one with a name"
@@ -207,7 +207,8 @@ def settle_streams() -> None:
 
 
 def text_stream(options: argparse.Namespace) -> TextIO:
-    """Returns the stream for people: with --json the standard output is for a program."""
+    """Returns the stream for text that people read: stderr with --json, where stdout has only the
+    JSON for a program; else stdout."""
     return sys.stderr if options.json else sys.stdout
 
 

@@ -206,7 +206,8 @@ def each_of(numbers: range, act: Callable[[Index, Carry], Carry], carry: Carry) 
 
 
 def shift(x: jax.Array, axes: MeshAxes, distance: int) -> jax.Array:
-    """Sends `x` to the right: device i gets that of device i - distance, numbers modulo n."""
+    """Sends `x` `distance` devices to the right: device i receives the `x` of device i - distance,
+    modulo the number of devices."""
     return permute(x, axes, [(i, i + distance) for i in range(lax.axis_size(axes))])
 
 

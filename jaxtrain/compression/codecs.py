@@ -46,7 +46,8 @@ class Codec(Protocol):
         ...
 
     def at(self, step: int) -> Codec:
-        """The codec of step `step`, counted from 0; another value is another program."""
+        """The codec to use at step `step`, counted from 0. Steps of unequal codecs are compiled as
+        separate programs."""
         ...
 
 

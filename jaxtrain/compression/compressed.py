@@ -172,7 +172,7 @@ def encode_with_error(
     key: Key[Array, ""],
     stream: Integer[Array, ""],
 ) -> tuple[UInt8[Array, "rows bytes"], Float32[Array, "rows size"]]:
-    """The bytes that are sent for `rows`, and what they lack: rows - decode(encode(rows))."""
+    """Returns the payload that is sent for `rows`, and its error: rows - decode(payload)."""
     # What is subtracted must be the bytes that are sent: without the barrier a compiler may encode
     # once more with other roundings, or take a rounding and its inverse for nothing at all.
     payload = lax.optimization_barrier(codec.encode(rows, key, stream))

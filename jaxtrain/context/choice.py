@@ -12,7 +12,8 @@ Method = RingAttention | Ulysses | GatheredKeys | TwoLevel
 
 
 class Heads(NamedTuple):
-    """Heads of a model's attention on a device, before a method trades heads."""
+    """Heads of an attention on one device: numbers of query and key heads, counted before a method
+    trades heads for tokens."""
 
     heads: int
     kv_heads: int

@@ -29,10 +29,12 @@ def tile_kernel(kernel: Any, q: Heads, scoring: Scoring, *, documents: bool) -> 
     problem: dict[str, Any] = dict(
         documents=documents, between=not scoring.mask.causal or bool(scoring.mask.offset)
     )
-    fits = isinstance(kernel, FusedKernel) and not kernel.refusals(q, scoring, **problem)
-    if platform != "cpu" and (portable_chosen or not fits):
-        warnings.warn(portable(platform, q, scoring), stacklevel=2)
-    if fits:
+    reasons = [f"{kernel!r} returns no log-sum-exp"]
+    if isinstance(kernel, FusedKernel):
+        reasons = kernel.refusals(q, scoring, **problem)
+    if platform != "cpu" and (portable_chosen or reasons):
+        warnings.warn(portable(platform, q, scoring, reasons), stacklevel=2)
+    if isinstance(kernel, FusedKernel) and not reasons:
         return kernel
     fallback = choose(
         platform, dtype=jnp.float32, seq=q.shape[1], head_dim=q.shape[3], documents=documents

@@ -213,8 +213,8 @@ def key_of(collective: Collective, sizes: Mapping[str, int]) -> Key:
 
 
 def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the fewest mesh axes along which the groups lie. A permute may connect some devices
-    only."""
+    """Returns the fewest mesh axes such that the devices of each group differ along these alone.
+    Groups need not fill the axes: a permute may connect some devices only."""
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     names = tuple(sizes)
     for count in range(len(names) + 1):

@@ -124,8 +124,9 @@ class StreamedRows:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def go_to(self, number: int) -> None:
-        """Passes over all rows before a global number, by the iterable's `skip` or by reading them.
-        A notice says so where that is far. Raises as `rows`."""
+        """Moves to the row with a global number, past the rows of its epoch before it, by the
+        iterable's `skip` or by reading them. A notice says which way, if more than FIRST rows are
+        passed over. Raises ValueError as `rows`."""
         epoch, row = divmod(number, self._length)
         with self._lock, self._begun_anew_after_errors():
             if self._kept(epoch, row) is not None:

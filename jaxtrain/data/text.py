@@ -131,7 +131,8 @@ class TextData:
         return PackedDataset(store, vocabulary, isolate_documents=isolate, **common)
 
     def vocabulary(self, cache_dir: Path) -> Vocabulary:
-        """The tokenizer at work; trained on the train split first, where it is a trained one."""
+        """Returns the tokenizer's vocabulary. A tokenizer that needs training is trained on the
+        train split, unless `cache_dir` has its vocabulary."""
         sources = [s for _, s in self._parts() if not isinstance(s, TokenFiles)]
         prints = "".join(fingerprint(source, "train") for source in sources)
         corpus = sha256(prints.encode()).hexdigest()

@@ -252,7 +252,7 @@ def _encode(shard: _Shard, spelled: list[str]) -> Iterator[TokenDocument]:
 
 
 def encode_conversation(chat: ChatEncoder, document: Document) -> TokenDocument:
-    """Returns a document's conversation as tokens. Raises ValueError with its place."""
+    """Returns a document's conversation as tokens. Raises ValueError with its place in a file."""
     assert document.conversation is not None
     try:
         ids, learnt = chat.encode(document.conversation)

@@ -101,8 +101,8 @@ class WholeDataset(TokenRows):
     """A `Dataset` of whole documents.
 
     Laws: in each epoch every document that is not left out is in one row, once, from its first
-    token to its last, or to its token `seq`; each of its tokens but the first that has a loss is a
-    weighted target exactly once. Padding is in segment 0.
+    token to its last, or to token `seq` (from 0) if it is longer. Each of these tokens that has a
+    loss, unless it is the first, is a weighted target exactly once. Padding is in segment 0.
     """
 
     def __init__(

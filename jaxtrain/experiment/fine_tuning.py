@@ -106,7 +106,7 @@ class FineTuning:
 
 
 def module_violations(name: str, modules: str | tuple[str, ...]) -> list[str]:
-    """Returns violations of a field that names modules."""
+    """Returns a violation for each value of a field that is no name of a Python module."""
     return [
         f"{name} has {module!r}, which is no module's name; write it as `import` has it, such as "
         f'{name}="my_package"'

@@ -50,7 +50,7 @@ def takes_none(owner: type, name: str) -> bool:
 
 
 def takes(owner: type, name: str, value: Any) -> bool:
-    """Returns True if the field's annotation is a union that includes the value's kind."""
+    """Returns True if the field is annotated as a union, and the value is of one of its types."""
     hint = _hint(owner, name)
     return len(_kinds(hint)) > 1 and Any not in _kinds(hint) and _fits(value, hint)
 

@@ -207,7 +207,8 @@ class UntrustedNames(ValueError):
 
 
 class ForeignField(UntrustedNames):
-    """A field holds such a class or function itself."""
+    """A field's value itself is a class or function that is neither of this library nor trusted,
+    or an object of such a class."""
 
 
 def stored_field(run_dir: str | Path, name: str, *, trust: Trust = ()) -> Any:

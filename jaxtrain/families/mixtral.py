@@ -65,7 +65,8 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
 
 
 def write_mixtral(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the fields nearest to a config; those that all layers share from the first."""
+    """Returns the fields of config.json that are nearest to a config. Fields that have one value
+    for all layers are taken from the first layer."""
     mlp = config.blocks[0].mlp
     experts, chosen = 1, 1
     if isinstance(mlp, MoeConfig):

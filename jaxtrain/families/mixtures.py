@@ -33,7 +33,8 @@ _MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 def feed_forward(name: str, leaf: str, *, mixed: bool) -> Iterator[Tensor]:
-    """The three matrices of a feed-forward layer, of a layer with experts (`mixed`) or without."""
+    """Yields the three matrices of a feed-forward network, stored under `name` and held as `leaf`:
+    in layers that have experts (`mixed`), or in those that have none."""
     for theirs, ours in _MLP.items():
         full = f"{LAYER}mlp.{name}{theirs}.weight"
         yield Tensor(full, (f"mlp.{leaf}{ours}",), transposed=True, mixed=mixed)

@@ -94,8 +94,8 @@ class Fault:
 
 
 def read_fault(text: str) -> Fault:
-    """Parses `KIND@STEP`, with `.PHASE` and `:PROCESS` unless they are "step" and 0. Raises
-    ValueError."""
+    """Parses `KIND@STEP.PHASE:PROCESS`; without `.PHASE` the phase is "step", and without
+    `:PROCESS` the process is 0. Raises ValueError for any other text, and as `Fault`."""
     match = re.fullmatch(r"(\w+)@(\d+)(?:\.(\w+))?(?::(\d+))?", text)
     if match is None:
         raise ValueError(

@@ -30,7 +30,7 @@ class AppendedFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """Writes what waits, and closes the file also if that raises OSError."""
+        """Writes what is buffered and closes the file, even if the write raises OSError."""
         with self._file:
             if self._unwritten:
                 self.append(b"")

@@ -123,8 +123,8 @@ class AttentionProblem:
 
 
 def attention_cases(assembly: Assembly, name: Callable[[Any], str]) -> Iterator[KernelCase]:
-    """Yields a case for each distinct attention kernel that is not portable, and its problem. name:
-    of a kernel."""
+    """Yields a case for each distinct pair of a problem and an attention kernel that is not
+    portable. name: returns the name of a kernel."""
     flops, seen = flops_for(assembly), set()
     for call, roles in _calls(assembly):
         for problem in problems_of(assembly, call, roles):

@@ -98,8 +98,9 @@ def copies_of(abstract: TrainState, shardings: TrainState) -> list[Copies]:
 
 
 class LeafDifference(NamedTuple):
-    """Copies of a leaf that differ. by_majority: most of three or more copies agree, and `devices`
-    hold the others; else `devices` are all that hold it, and one of them is wrong."""
+    """A part of a leaf whose copies differ. by_majority: True if more than half of the copies
+    agree, and `devices` hold the others; False if not, and `devices` hold all copies, of which at
+    least one is wrong."""
 
     path: str
     devices: tuple[int, ...]

@@ -34,8 +34,8 @@ class BackwardInputs(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The log-sum-exp and delta of each query of a tile, the tile's place, and what is read for
-    others."""
+    """The log-sum-exp and delta of each query of a tile, and the tile's place beside the first
+    keys. batch, inputs: for its place beside others."""
 
     lse: jax.Array
     delta: jax.Array

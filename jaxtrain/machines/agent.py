@@ -71,7 +71,8 @@ class Agent:
                     return code
 
     def leave(self) -> None:
-        """For a signal handler: this machine leaves. Its process asks all to save, and ends."""
+        """Marks this machine as leaving; for a signal handler. `run` then tells the supervisor, and
+        sends SIGTERM to the process here, which asks all processes to save, and ends."""
         self._leaving = True
 
     def _reach(self) -> Channel | None:

@@ -9,8 +9,9 @@ PAUSE_S = 2.0
 
 
 class Pauses:
-    """Finds the pauses of a process that calls `look` at least every `interval_s` seconds, or
-    `sleep`. Others may have been paused with it, so that their silence then tells nothing."""
+    """Finds the times for which this process was suspended. It calls `look` at least every
+    `interval_s` seconds, or waits by `sleep`: a longer gap is a pause. Other processes may have
+    been suspended with it, so their silence during a pause does not mean that they failed."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s, self._looked_at = interval_s, time.monotonic()
@@ -18,7 +19,8 @@ class Pauses:
         """(end, seconds) of each pause."""
 
     def look(self) -> float:
-        """Returns the seconds of the pause since the last look, 0 if there was none."""
+        """Returns for how many seconds this process was paused since the last look. A look that is
+        up to PAUSE_S late is no pause, and returns 0."""
         now = time.monotonic()
         late, self._looked_at = now - self._looked_at - self._interval_s, now
         if late <= PAUSE_S:
@@ -31,7 +33,8 @@ class Pauses:
         self._looked_at = time.monotonic()
 
     def sleep(self) -> None:
-        """Sleeps for `interval_s`. A pause within is found; what came before is no pause."""
+        """Sleeps for `interval_s`. Records a pause of this process that falls into the sleep; time
+        before the call counts as no pause."""
         self.resume()
         time.sleep(self._interval_s)
         self.look()

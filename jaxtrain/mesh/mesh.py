@@ -120,7 +120,7 @@ class MeshSpec:
 
 
 def format_axes(axes: AxisSizes) -> str:
-    """`data=2 x fsdp=4`."""
+    """Returns axes and their sizes as text, such as `data=2 x fsdp=4`."""
     return " x ".join(f"{axis}={size}" for axis, size in axes)
 
 

@@ -143,7 +143,8 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_places(description: ModelDescription) -> dict[str, int]:
-    """Matrices that can have an adapter, with the smaller side of each."""
+    """Names of the matrices that can have an adapter -> the smaller side of each, which an
+    adapter's rank must stay below."""
     return {
         path + weight.leaf: min(weight.rows, weight.columns)
         for path, block in description.blocks.items()

@@ -110,7 +110,7 @@ class ModelDescription:
 
     @property
     def members(self) -> dict[str, Member]:
-        """Members of the residual stream by name; of one array, whose name is ""."""
+        """Arrays of the residual stream by name. A stream of one array has one, named ""."""
         return dict(self.stream) or {"": Member(self.embed, self.lookups)}
 
     @property

@@ -34,8 +34,9 @@ class Sends(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """plan: of the rows that a device sends. sizes: rows that come from each device for each expert
-    of this one. parts: what is exchanged with each device."""
+    """Rows on their way to experts on other devices. plan: places of the rows that this device
+    sends. sizes: how many rows come from each device for each expert of this one. parts: numbers
+    and places of the rows exchanged with each device."""
 
     plan: Plan
     sizes: Int[Array, "devices experts"]

@@ -29,8 +29,9 @@ def with_changes(
     scale: float,
     owners: Owners,
 ) -> tuple[RowProducts, ...]:
-    """The products of rows with experts' matrices, and what their adapters add to each. kernel:
-    that of the matrices; it multiplies by A and B too where it can, else `BlockLoop` does."""
+    """Returns the products of rows with experts' matrices, each with its adapter's change added.
+    products: without the changes. kernel: of the matrices; it multiplies by A and B too, or
+    `BlockLoop` does for sizes that the kernel refuses."""
 
     def changed(y: RowProducts, pair: Pair | None) -> RowProducts:
         if pair is None:

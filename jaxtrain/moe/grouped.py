@@ -44,7 +44,7 @@ class GroupedMatmul(Protocol):
 
     @property
     def largest_block(self) -> int:
-        """Rows of a block at the most, a power of two."""
+        """Largest number of rows that a block may have, a power of two."""
         ...
 
     def violations(self, problem: Asked) -> list[str]:

@@ -29,11 +29,12 @@ Stacked = Float[Array, "chunks tokens embed"]
 
 @dataclass(frozen=True)
 class Interleaved:
-    """What is done with the tokens of a chunk, and of the chunks beside it meanwhile.
+    """A mixture over chunks of tokens: while one chunk's rows travel, others are multiplied.
 
-    multiply(rows, trip, leaves): received rows through the experts of this device. shared(x,
-    leaves): tokens through the shared expert; None without one. flops_per_byte: FLOPs that a device
-    computes while its link carries one byte of rows.
+    multiply(rows, trip, leaves): sends received rows through the experts of this device; trip: how
+    they came. shared(x, leaves): sends tokens through the shared expert; the field is None in a
+    layer that has none. flops_per_byte: FLOPs that a device computes while its link carries one
+    byte of rows.
     """
 
     route: Route

@@ -261,7 +261,7 @@ class ExpertLayer:
     def logits(
         self, x: Float[Array, "tokens embed"], leaves: ExpertLeaves
     ) -> Float32[Array, "tokens experts"]:
-        """Returns the router's logits, with its adapter's."""
+        """Returns the router's logits, to which those of its adapter are added if it has one."""
         logits = router_logits(x, leaves.router)
         if leaves.router_adapter is None:
             return logits

@@ -79,8 +79,8 @@ def travelling_together(choice: Algorithm, split: LeafSplits, arrays: Arrays) ->
 
 
 def gather_bundle(arrays: Arrays, split: LeafSplits, algorithm: Algorithm) -> Arrays:
-    """Gathers every leaf of `split` along its dim; other leaves stay unchanged. One all-gather
-    serves all leaves of a dtype and a set of mesh axes."""
+    """Gathers every leaf of `split` along its split dim; other leaves stay unchanged. Leaves with
+    the same dtype and mesh axes share one all-gather."""
     out = dict(arrays)
     for group, names in _groups(arrays, split).items():
         if len(names) == 1:

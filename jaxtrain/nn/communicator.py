@@ -116,8 +116,9 @@ class Communicator(Protocol):
     def column_gradients(
         self, x: Operand, *dys: Operand, tiled: Sequence[Tiled | None] = ()
     ) -> tuple[jax.Array, ...]:
-        """Gradients of the weights of `column` from its x and its outputs' cotangents. Entries of
-        `tiled` that are not None give a gradient in tiles."""
+        """Gradients of the weights of `column`, from its input x and the cotangents dys of its
+        outputs. tiled: an entry for each weight; where it is not None, the result is this device's
+        tile of the gradient."""
         ...
 
     def row_gradients(

@@ -76,7 +76,8 @@ class Gspmd(Local):
     def attend(
         self, kernel: Attend, q: CallQueries, k: CallKeys, v: CallKeys, starts: CallStarts
     ) -> CallQueries:
-        """A shard_map over batch and heads: XLA cannot partition a kernel that folds the two."""
+        """Runs the kernel in a shard_map over batch and heads, since XLA cannot partition a kernel
+        that merges these two dims into one."""
         sizes = dict(self.mesh.shape)
         table = self.rules.activations
         spec = lambda *axes: partition_spec(activation_dims(axes, table, sizes=sizes))  # noqa: E731

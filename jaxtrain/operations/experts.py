@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertCall(Operation):
-    """A mixture of experts, by `Communicator.experts`. router: its matrix. weights: those of one
-    expert. experts: their number. per_token: experts of a token. shared: matrices of the shared
-    expert, for every token. learns: True if the router has a gradient from the loss. rows_of_group:
-    tokens that an expert takes from each `routing_group` tokens, None for all.
+    """A mixture of experts, by `Communicator.experts`. router: its matrix. weights: the matrices of
+    one expert. experts: their number. per_token: experts that a token is sent to. shared: matrices
+    of the shared expert, for every token. learns: True if the router has a gradient from the loss.
+    rows_of_group: tokens that an expert takes from each `routing_group` tokens, None for all.
 
-    tallied: a step counts its choices. sums_loads: each pass also sums them over devices, for an
-    auxiliary loss. bias_rate: change of the router's bias in a step. replay: of recorded routing.
+    tallied: True if a step counts how often each expert is chosen. sums_loads: True if each pass
+    sums these counts over devices, for an auxiliary loss. bias_rate: change of the router's bias in
+    a step. replay: reads routing from a record, None to route.
     """
 
     router: Weight

@@ -37,11 +37,11 @@ def gradient_flows(
 ) -> list[Flow]:
     """Returns the flow of each node of a chain.
 
-    trains: returns True for a trained leaf, by its block's number and its name. below: the gradient
-      of the chain's input is needed; or the numbers of those of its inputs of which it is. traded:
-      several devices trade tokens for heads, of queries, keys and values together, so that
-      gradients of one bring those of all. observes: returns True for a node with scales that see
-      the gradients of all its outputs.
+    trains: returns True for a trained leaf, by its block's number and its name. below: True if the
+      gradients of all inputs of the chain are needed, or the numbers of the input nodes whose
+      gradients are needed. traded: devices exchange tokens for heads, in one exchange for queries,
+      keys and values, so that a gradient of one of the three brings those of all. observes: returns
+      True for a node with scales that see the gradients of all its outputs.
     """
     flows: list[Flow] = []
     for number, node in enumerate(nodes):
@@ -73,6 +73,19 @@ def rounded_gradients(
         return gradients[:1] if trains_itself(last) else ()
     needed = flow.own if node.scales.adapters else any(map(trains_itself, node.leaves))
     return gradients if needed else ()
+
+
+def rescaled(
+    node: Node, flow: Flow, trains_itself: Callable[[str], bool], *, outputs: bool
+) -> tuple[Tensors, ...]:
+    """Returns those of a recomputed node's inputs in 8 bits that have scales again: of experts that
+    of their last matrices only where these are multiplied by again, or have gradients. outputs:
+    gradients of other nodes read its outputs."""
+    inputs, exchange = node.scales.inputs, node.exchange
+    if exchange is None or flow.inputs or outputs:
+        return inputs
+    last = any(map(trains_itself, (exchange.router, exchange.matrices[-1])))
+    return inputs if last else inputs[:-1]
 
 
 def members_trained(

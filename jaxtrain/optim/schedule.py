@@ -43,7 +43,8 @@ class RateSchedule(Protocol):
     """A frozen value that builds a learning rate for a run of `steps` updates."""
 
     def violations(self, steps: int) -> list[str]:
-        """Returns the violations of this schedule in a run of `steps`."""
+        """Returns the reasons why this schedule does not fit a run of `steps` updates; [] if it
+        fits."""
         ...
 
     def build(self, steps: int) -> RateFn:

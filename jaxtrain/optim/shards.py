@@ -43,7 +43,8 @@ class Shards(Protocol):
 
 
 class Whole:
-    """Leaves as they are; where they are split, the partitioner finds its way."""
+    """Computes on leaves as if they were whole. If a leaf is split, XLA's partitioner adds the
+    communication."""
 
     def sums(self, parts: Sequence[LeafSum]) -> list[jax.Array]:
         return [x.sum(dims, keepdims=True) for x, _, dims in parts]

@@ -55,8 +55,9 @@ class TracedOperation(NamedTuple):
 
     @property
     def flops(self) -> int | None:
-        """FLOPs of the matrix products in it: all turns of a scan, the least branch of a `cond`. A
-        kernel's are those that it states (None if it states none). Other operations have 0."""
+        """FLOPs of the operation's matrix products, 0 if it has none. A scan counts all its turns,
+        a `cond` its cheapest branch, and a Pallas kernel the FLOPs that it states; None if a kernel
+        states none."""
         return 0 if self.equation is None else _flops(self.equation)
 
 

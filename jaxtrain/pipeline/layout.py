@@ -102,7 +102,8 @@ class StageLayout:
         return leaf if self.chunks > 1 else leaf[0]
 
     def axes(self, axes: LogicalAxes) -> LogicalAxes:
-        """Logical axes of a leaf in slots."""
+        """Logical axes of a leaf in slots, from its `axes` in the natural layout: with several
+        chunks, CHUNKS is inserted before the layers' axis."""
         if self.chunks == 1 or "layers" not in axes:
             return axes
         dim = axes.index("layers")

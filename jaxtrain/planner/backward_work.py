@@ -14,13 +14,9 @@ from typing import NamedTuple
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
 from jaxtrain.operations.block import chain
 from jaxtrain.operations.collectives import Communication, ExpertExchange
-from jaxtrain.operations.flows import Flow, gradient_flows, rounded_gradients, sent_back
+from jaxtrain.operations.flows import Flow, gradient_flows, rescaled, rounded_gradients, sent_back
 from jaxtrain.operations.node import Node, Tensors
-from jaxtrain.operations.recompute import (
-    collectives_of,
-    made_again,
-    made_again_for_others,
-)
+from jaxtrain.operations.recompute import collectives_of, made_again, made_again_for_others
 from jaxtrain.planner.facts import StepFacts
 from jaxtrain.quantization.delayed import SCALES
 
@@ -65,8 +61,9 @@ class BackwardWork(NamedTuple):
 
 
 def works(facts: StepFacts) -> dict[str, list[tuple[BackwardWork, int]]]:
-    """Returns the work of turns and how many are alike, by path of each block outside the stack,
-    and by "period." for the stack."""
+    """Returns the backward work of all blocks: by path for each block outside the stack, and by
+    "period." for the stack. Each value lists (work of one turn, number of turns with this work),
+    from the first turn on."""
     model = facts.model
     below = facts.trains(*model.entering_alone)
     by_path: dict[str, list[tuple[BackwardWork, int]]] = {}
@@ -127,7 +124,7 @@ def body_work(
     )
     sent = [sent_back(node, flow, split=split) for node, flow in zip(nodes, flows, strict=True)]
     reads: list[set[int]] = []  # values that the gradients of each value read
-    maxima: list[Tensors] = []
+    maxima, maxima_again = list[Tensors](), list[Tensors]()
     read: set[str] = set()
     for node, flow in zip(nodes, flows, strict=True):
         input_reads = node.input_reads if flow.inputs else ()
@@ -138,8 +135,12 @@ def body_work(
         maxima += rounded_gradients(node, flow, lambda name, path=path: facts.trains(path + name))
         read |= _leaves_read(facts, path, node, bool(flow.inputs))
     again = sorted(made_again(nodes, set().union(*reads), facts.loop.remat))
+    outputs = made_again_for_others(nodes, reads, facts.loop.remat)
     for number in again:
-        read |= _leaves(facts, paths[nodes[number].block], nodes[number])
+        node, path = nodes[number], paths[nodes[number].block]
+        read |= _leaves(facts, path, node)
+        own = lambda name, path=path: facts.trains(path + name)  # noqa: E731
+        maxima_again += rescaled(node, flows[number], own, outputs=number in outputs)
     return BackwardWork(
         gradients=tuple(inputs for inputs, _ in sent if inputs is not None),
         leaf_gradients=tuple(leaves for _, leaves in sent if leaves is not None),
@@ -147,8 +148,8 @@ def body_work(
         read=frozenset(read),
         recomputed=frozenset(again),
         maxima=tuple(maxima),
-        maxima_again=tuple(tensors for n in again for tensors in nodes[n].scales.inputs),
-        mixtures=tuple(_mixtures(facts, paths, nodes, flows, reads, {*again})),
+        maxima_again=tuple(maxima_again),
+        mixtures=tuple(_mixtures(facts, paths, nodes, flows, outputs, {*again})),
     )
 
 
@@ -187,12 +188,11 @@ def _mixtures(
     paths: Sequence[str],
     nodes: Sequence[Node],
     flows: Sequence[Flow],
-    reads: Sequence[set[int]],
+    outputs: Set[int],
     again: Set[int],
 ) -> Iterator[MixtureWork]:
-    """Yields the work of each mixture of a chain. flows, reads: of each value, and the values that
-    its gradients read. again: recomputed values."""
-    outputs = made_again_for_others(nodes, reads, facts.loop.remat)
+    """Yields the work of each mixture of a chain. outputs, again: values that are recomputed for
+    the gradients of others, and for any."""
     for number, node in enumerate(nodes):
         if (exchange := node.exchange) is None:
             continue

@@ -164,8 +164,8 @@ class PipelineFacts:
 @dataclass(frozen=True)
 class FlopFacts:
     """Sizes from which matmul FLOPs are predicted.
-    rows, seq: of a microbatch, on all devices together. needed: matmul FLOPs of a step, forward and
-      backward, without recomputation. narrow: layers multiply in 8 bits.
+    rows, seq: sizes of a microbatch on all devices together. needed: matmul FLOPs of a step,
+      forward and backward, without recomputation. narrow: True if layers multiply in 8 bits.
     """
 
     rows: int

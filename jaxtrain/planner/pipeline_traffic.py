@@ -32,8 +32,8 @@ AGAIN = ", again for B"
 
 
 def pipeline_traffic(facts: StepFacts, p: PipelineFacts) -> Iterator[Sent]:
-    """Yields the collectives of all microbatches, from the embedding to the gradients in the
-    optimizer's split, without the sums over the axes on which a leaf is replicated."""
+    """Yields the collectives of a pipelined step, from the embedding to the gradients in the
+    optimizer's split. `step_traffic` adds the sums over the axes on which a leaf is replicated."""
     microbatch = [*_entering(facts, p), *_leaving(facts, p)]
     exits = facts.trains(*facts.model.entering_alone, *facts.model.prefix)
     if exits:

@@ -39,10 +39,10 @@ names decide (`models.buffers`)."""
 ROWS = ("x", "w", "dy")
 EXPONENTS = 256
 FIRST = {"x": 448.0, "dy": 16.0}
-"""Greatest magnitudes in the first step alone, dy's in units of the loss's derivative by a token's
-loss. x is then e4m3 with scale 1, cut off at 448: inputs of a second product are not normalised.
-In a small decoder dy was below 4 in those units, with root mean squares of 2^-10 to 1, and e5m2 has
-31 binades below dy's scale."""
+"""Greatest magnitudes in the step that measures those of the first one, dy's in units of the
+loss's derivative by a token's loss. x is then e4m3 with scale 1, cut off at 448: inputs of a second
+product are not normalised. In a small decoder dy was below 4 in those units, with root mean squares
+of 2^-10 to 1, and e5m2 has 31 binades below dy's scale."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,9 @@ def scaled_alike(arrays: Sequence[Float[Array, ...]], form: Format, axes: MeshAx
 def scales_alike(
     greatest: Sequence[Float[Array, ...]], form: Format, axes: MeshAxes
 ) -> list[Float[Array, ...]]:
-    """Scales of tensors whose parts on the devices of `axes` have these greatest magnitudes, by one
-    all-reduce."""
+    """Returns the scales of tensors whose parts are on the devices of `axes`, equal on all of
+    these. greatest: the greatest magnitudes of this device's parts, an array for each tensor. One
+    all-reduce serves all tensors."""
     magnitudes = jnp.concatenate([array.reshape(-1) for array in greatest])
     if axes:
         magnitudes = vary(lax.pmax(magnitudes, axes), varying_axes(magnitudes))

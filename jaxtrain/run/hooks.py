@@ -198,7 +198,7 @@ class MetricsFiles(Callback):
         self.write_waiting(run, values)
 
     def after_rollback(self, run: Run, step: int) -> None:
-        """Drops the lines of the steps that come again."""
+        """Drops the lines of the steps after `step`, which the run takes again."""
         self._waiting, self._latest = None, step
         self.write_again(run)
 

@@ -23,8 +23,8 @@ from jaxtrain.session.session import Session
 
 @dataclass
 class Saves:
-    """Saves the state after `result.steps` steps through `saving`; does nothing if that is None.
-    The other fields are the objects of the same run."""
+    """Saves the run's state, as it is after `result.steps` steps, by `saving`; does nothing if that
+    is None. The other fields are the objects of the same run."""
 
     result: Result
     session: Session

@@ -175,7 +175,8 @@ class ReferenceModel:
         return losses if order is None else losses[:, np.argsort(order)]
 
     def losses(self, dataset: Any, name: str) -> np.ndarray:
-        """Returns the losses of the targets of a split, by their addresses."""
+        """Returns the loss of each target of a split, float32 [addresses], at the address of the
+        target; 0 at other addresses. name: of the split, for a notice."""
         values, count = np.zeros(dataset.addresses, np.float32), len(dataset)
         notice(f"computing the losses of {count:,} {name} rows in the first model")
         tell, rows = Share("computing"), Ended(dataset, self._weights)

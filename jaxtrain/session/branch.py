@@ -152,8 +152,9 @@ class Branch:
             )
 
     def skips(self, experiment: Experiment, dataset: Any) -> Skips:
-        """Returns which rows the steps after the branch take: those that come next there, or the
-        first, if the dataset is another. Raises ValueError as `skips_from`."""
+        """Returns the skips that choose the rows of the steps after the branch: with the same data
+        the rows that come next in the other run, with other data those from row 0 on. Raises
+        ValueError as `skips_from`."""
         metadata, configured = self.manifest.metadata, experiment.execution.health.skip_batches
         saved = metadata.get("skipped", ())
         batch, position = self.step + sum(batches for _, batches in saved), 0

@@ -77,6 +77,7 @@ class Session:
     guard: GuardReader = field(default_factory=GuardReader)
     phases: Phases = field(default_factory=Phases)
     _latest = None  # the program of the latest step
+    _first_scales = dict[str, jax.Array]()  # delayed, measured  # noqa: RUF012 (replaced)
     reference_files = list[ReferenceFile]()  # of the run directory  # noqa: RUF012 (replaced)
     dispatcher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
@@ -158,7 +159,20 @@ class Session:
         """Recreates the state that the run began with."""
         assert not isinstance(self.begins, Branch), "it goes back to its own saves alone"
         loaded = starting_params(self.at_rest, self.begins or settled_start(self.assembly))
-        return initialise(self.assembly, self.shardings, loaded)
+        state = initialise(self.assembly, self.shardings, loaded)
+        copies = jax.tree.map(jax.numpy.copy, self._first_scales)  # a step donates them
+        return replace(state, params={**state.params, **copies})
+
+    def with_program(self, key: Any, program: Any) -> Session:
+        """Takes the program of the first steps. Measures their delayed scales if nothing has: takes
+        a step on the state, and begins anew with the scales that it found."""
+        self.compiled[key] = program
+        if (scales := self.assembly.buffers.scales) and not self.start and self.branch is None:
+            after, _ = program(self.state, self.loader.peek(1)[0][1])
+            self._first_scales = {name: after.params[name] for name in scales}
+            del after  # before there is another state
+            self.state = self.beginning_state()
+        return self
 
     def alive(self) -> bool:
         """True if the state can be read: a failed step has donated it. Waits for programs that an
@@ -231,8 +245,7 @@ def open_session(
     session = Session(assembly, mesh, at_rest.shardings, *fields)
     session.begins, session.phases, session.reference_files = begins, phases, files
     session.guard = GuardReader(start, int(state.residuals.get("tripped", -1)))
-    session.compiled[program_key(assembly.largest_batch, choice)] = program
-    return session
+    return session.with_program(program_key(assembly.largest_batch, choice), program)
 
 
 def _open_data(

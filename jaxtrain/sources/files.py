@@ -127,8 +127,9 @@ def undecodable(path: str, error: UnicodeDecodeError, *, offset: int) -> str:
 
 
 def matching_files(patterns: tuple[str, ...], suffixes: tuple[str, ...] = ()) -> list[str]:
-    """Returns the sorted files that match, those in a folder by their suffixes; ValueError names
-    every pattern that matches none."""
+    """Returns the files that match a pattern, sorted. A pattern that is a folder matches the files
+    below it, only those with one of `suffixes` if any are given. Raises ValueError with every
+    pattern that matches no file."""
     matches = {pattern: _matching(os.path.expanduser(pattern), suffixes) for pattern in patterns}
     if empty := [pattern for pattern, files in matches.items() if not files]:
         raise ValueError(

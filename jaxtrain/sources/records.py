@@ -47,8 +47,8 @@ class RecordFiles(FileSource, ABC):
 
     @abstractmethod
     def records(self, piece: Piece) -> Iterator[tuple[PlaceOf, Any]]:
-        """The records of a piece as they stand there, each with its place. Raises ValueError where
-        no further one can be read."""
+        """Yields the records of a piece, before `document` reads them, each with its place. Raises
+        ValueError if the rest of the piece cannot be read."""
 
     @abstractmethod
     def document(self, record: Any) -> Document:

@@ -23,8 +23,8 @@ SEPARATOR = ":"
 
 
 class LacksPackage(ImportError):
-    """Reading needs a package that is not installed. This is not damage: the run stops, and skips
-    no checkpoint."""
+    """Reading needs a package that is not installed. The checkpoint is not damaged, so the run
+    stops instead of passing over it."""
 
     refusal = True
 

@@ -265,6 +265,6 @@ def _part(directory: Path, process: int) -> Path:
 
 
 def text_digest(data: bytes, like: str | None = None) -> str:
-    """Returns the hex digest of a manifest's or a record's text. like: a digest that it will be
-    compared with; raises as `hashing.hasher`."""
+    """Returns the digest of the text of a manifest or a record. like: a stored digest to compare
+    with, whose algorithm is used. Raises LacksPackage as `hashing.hasher`."""
     return hasher(data, like).hexdigest()

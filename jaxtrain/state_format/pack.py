@@ -36,7 +36,8 @@ STILL = ".still.pack"
 
 
 class Earlier(NamedTuple):
-    """The chunks of an earlier step, and the directory of its packs. sizes: bytes of each pack."""
+    """The chunks of an earlier step, by leaf and box: a save may share its packs of unchanged
+    chunks. directory: has the packs. sizes: bytes of each pack, by name."""
 
     directory: Path
     chunks: Mapping[tuple[str, Box], Chunk]

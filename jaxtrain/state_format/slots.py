@@ -20,7 +20,7 @@ ArrayIndex = tuple[Any, ...]
 
 
 class BoxPiece(NamedTuple):
-    """A box of the stored leaf, and its place in the part of the array."""
+    """A box of the stored leaf, and the index of its elements in a device's part of the array."""
 
     box: Box
     place: ArrayIndex

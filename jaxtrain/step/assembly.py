@@ -202,7 +202,7 @@ class Assembly:
 
     @property
     def sequences(self) -> Sequences | None:
-        """Sequences that attention gets on a device; None if a batch has no tokens."""
+        """Sizes and dtype of what attention gets on a device; None if a batch has no tokens."""
         shape, _ = self.fields.get(self.tokens or "", ((), None))
         if not shape:
             return None
@@ -212,8 +212,9 @@ class Assembly:
 
     @property
     def batch_splits(self) -> dict[str, Dims]:
-        """Splits of a batch [microbatches, rows, seq, ...]: rows over batch axes, seq over context,
-        except for documents, which may be longer; or those of the model's description."""
+        """Mesh axes that split each field of a batch [microbatches, rows, seq, ...]. Rows are split
+        over batch axes. The other dims are split as the model's description says; in fields that it
+        does not name, seq over context, except that document numbers stay whole."""
         rules = self.experiment.sharding.activations
         model_fields = {} if self.description is None else self.description.fields
 

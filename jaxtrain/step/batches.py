@@ -29,7 +29,8 @@ def fields_of(dataset: Dataset, data: Any) -> dict[str, tuple[tuple[int, ...], A
 
 
 def token_fields(data: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """`fields_of` packed text, unopened."""
+    """Returns the fields that `fields_of` gives for packed text, from the settings in `data` alone:
+    no dataset is opened."""
     names: dict[str, Any] = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     if data.isolate_documents:
         names |= {"segments": np.int32, "positions": np.int32}

@@ -39,7 +39,8 @@ LossFunction = Callable[[Leaves, Leaves, Leaves, Any], tuple[LossSums, Leaves]]
 class Gradients(NamedTuple):
     """Sums over the batch, not divided yet. `grads` are sharded as the optimizer's state is.
 
-    residuals: of compressed sums. exact: exact sums of the same gradients, in a measured step.
+    residuals: what compression left out of the sums, for the next step. exact: the same gradients
+    summed without compression, in steps that measure its error.
     """
 
     sums: LossSums

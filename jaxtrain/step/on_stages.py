@@ -28,8 +28,8 @@ class OnStages(NamedTuple):
 def on_stages(
     experiment: Experiment, sizes: Mapping[str, int]
 ) -> tuple[OnStages | None, list[str]]:
-    """Returns the pipeline of a mesh with stages, and the reasons why a configured one is
-    impossible."""
+    """Returns the pipeline of a mesh with stages, None if there is none, and the reasons why the
+    configured one is impossible."""
     stages, model = sizes.get(STAGE, 1), description_of(experiment.model)
     if stages == 1 or model is None or "pipeline" not in model.can:
         return None, []

@@ -12,7 +12,7 @@ EOS = "<|endoftext|>"
 
 
 class Vocabulary(Protocol):
-    """A tokenizer at work. Picklable, so that other processes can encode with it."""
+    """A tokenizer that is loaded. Picklable, so that other processes can encode with it."""
 
     @property
     def size(self) -> int:

@@ -174,7 +174,8 @@ class HuggingFaceVocabulary:
         return HuggingFaceVocabulary(text, eos=self.eos_token, chat=self.chat)
 
     def beginning_with(self, bos: int | None) -> str:
-        """The tokenizer.json that puts `bos` before a text, for one that puts nothing there."""
+        """Returns this tokenizer.json, changed to put `bos` before a text; unchanged if `bos` is
+        None. For a vocabulary that puts nothing there itself, such as `bare()`."""
         if bos is None:
             return self.json
         from tokenizers import Tokenizer, processors

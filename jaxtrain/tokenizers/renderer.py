@@ -98,8 +98,8 @@ class TemplateProgram:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns {"text", "turns", "mark"}: the rendered text, [start, end) of what the assistant
-        writes in it, and the character that was put into special tokens that the conversation
-        spells, None if it spells none."""
+        writes in it, and the character that was put into each special token that a message spells
+        out, so that it is not encoded as one; None if none does."""
         written = json.dumps(request, ensure_ascii=False)
         free = [mark for mark in MARKS if mark not in written]
         if len(free) < 3:

@@ -37,7 +37,8 @@ def text_of(path: Path) -> str | None:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; {} where there is no file. Raises ValueError."""
+    """Returns the object in a JSON file; {} if there is no file, or its JSON is not an object.
+    Raises ValueError if the file cannot be read."""
     try:
         parsed = parse_json(text_of(path) or "{}")
     except ValueError as error:

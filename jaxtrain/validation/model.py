@@ -144,8 +144,8 @@ def _unread_lookups(described: ModelDescription) -> str:
 
 
 def untrue(model: Any, split: ModuleSplit, buffers: Set[str]) -> list[str]:
-    """Returns violations if a model's description of its parameters is not true. buffers: names of
-    those that no operation names."""
+    """Returns a violation for each way in which a model's description contradicts the parameters
+    that its module has. buffers: names of parameters that no operation has to name."""
     described = description_of(model)
     if described is None:
         return []

@@ -31,8 +31,8 @@ def is_own(kernel: Any) -> bool:
 
 
 def kernel_kind(kernel: Any) -> Any:
-    """Returns the function that a kernel is, or the class of its value; config.json has its
-    name."""
+    """Returns a kernel that is a function, and the class of any other kernel. config.json has the
+    name of the returned object."""
     return kernel if hasattr(kernel, "__qualname__") else type(kernel)
 
 

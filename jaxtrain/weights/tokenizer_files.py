@@ -170,9 +170,10 @@ def _tokenizer_of(folder: Path, content: str) -> KeptTokenizer:
 
 
 def run_tokenizer(run: Path, trust: Trust = ()) -> KeptTokenizer | None:
-    """Returns the tokenizer that a run keeps; where it keeps no eos, that of its data. None where
-    the data has no text. trust: as for `stored_field`. A run may be a stranger's: no path in its
-    config is opened. Raises ValueError where the tokenizer is in another place."""
+    """Returns the tokenizer that a run keeps. If the run keeps only a tokenizer.json, the eos comes
+    from its config; a tokenizer without a file, such as `ByteTokenizer`, comes from there entirely.
+    None if the data has no text. trust: as for `stored_field`. Raises ValueError if the tokenizer
+    is in a file elsewhere: no path in the config is opened, since the run may be a stranger's."""
     content = text_of(run / TOKENIZER)
     if content is not None and (run / SETTINGS).is_file():
         return folder_tokenizer(run)

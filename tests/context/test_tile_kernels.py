@@ -62,6 +62,24 @@ def test_a_tile_has_the_kernel_asked_for_where_it_computes_that(
 
 
 @pytest.mark.parametrize(
+    ("kernel", "told"),
+    [
+        (Triton(), r"for gpu here \(documents between different places are not supported\)"),
+        (Reference(), r"for gpu here \(Reference\(\) returns no log-sum-exp\)"),
+    ],
+    ids=str,
+)
+def test_why_a_named_kernel_does_not_compute_a_tile_is_told(
+    kernel: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own reason, not those of the platform's kernels."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q = jnp.zeros((1, 128, 2, 64), jnp.bfloat16)
+    with pytest.warns(UserWarning, match=told):
+        tile_kernel(kernel, q, Scoring(BEFORE, scale=1.0), documents=True)
+
+
+@pytest.mark.parametrize(
     ("platform", "dtype", "mask", "reason"),
     [
         ("tpu", jnp.float32, BEFORE, "dtype=float32"),

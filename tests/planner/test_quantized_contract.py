@@ -239,6 +239,39 @@ def test_the_contract_is_kept_with_experts_in_8_bits(
     assert found.lines and not found.broken, "\n".join(map(str, found.broken))
 
 
+ROUTER, FIRST, LAST = ("*.router",), ("*.up", "*.gate"), ("*.down",)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "policy"),
+    [
+        (FIRST, FULL),
+        *(
+            pytest.param(names, policy, marks=by_hand)
+            for names in (FIRST, LAST, ROUTER, (*FIRST, *ROUTER), ("*.query",), ("*.up",))
+            for policy in (FULL, DOTS, PLAIN)
+            if (names, policy) != (FIRST, FULL)
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("products", [Int8Products(), Fp8Products(Delayed())], ids=str)
+def test_the_contract_is_kept_where_experts_in_8_bits_are_frozen(
+    trainable: tuple[str, ...], policy: Any, products: Any
+) -> None:
+    """The last matrices' inputs have scales again where something reads what these give, or their
+    gradient."""
+    layout = Layout((("data", 2), ("expert", 2), ("tensor", 2)), loop=policy)
+    given = assembled(layout, products, experts=4).experiment
+    (block,) = given.model.period
+    model = replace(
+        given.model, period=(replace(block, mlp=replace(block.mlp, kept_routing=None)),)
+    )
+    tuned = replace(given, model=model, fine_tuning=FineTuning(trainable=trainable))
+    found = held(assemble(tuned, jaxtrain.mesh_from_axes(**dict(layout.axes))))
+    assert found.lines and not found.broken, "\n".join(map(str, found.broken))
+
+
 def test_matrices_of_experts_are_gathered_a_byte_each() -> None:
     """And an all-reduce has a greatest magnitude of each."""
     wide, narrow = (assembled(Layout(CUBE), p, experts=4) for p in (None, Fp8Products()))

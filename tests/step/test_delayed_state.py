@@ -23,6 +23,7 @@ from jaxtrain.planner.assembled import why_not_predicted
 from jaxtrain.quantization import Delayed, Fp8Products
 from jaxtrain.quantization.delayed import SCALES, scale_of
 from jaxtrain.session.evaluate import Evaluator
+from jaxtrain.session.first_state import initialise
 from jaxtrain.step.assembly import assemble
 
 CURRENT = replace(jaxtrain.fp32, products=Fp8Products())
@@ -70,23 +71,47 @@ def scales(leaf: jax.Array, row: str) -> set[float]:
 
 
 @pytest.mark.parametrize("scale", [None, 2.0**10])
-def test_first_scales_count_in_the_first_step_alone(
+def test_first_scales_are_those_that_the_first_step_finds(
     decoder: jaxtrain.Experiment, opened: Any, stepped: Any, scale: float | None
 ) -> None:
-    """That of a gradient is by the tokens of a batch, 64 here, and by the loss scale."""
+    """A step measures them, with scales by the tokens of a batch, 64 here, and by the loss scale;
+    all else is as it was before, also where a run goes back to its beginning."""
     precision = replace(DELAYED, loss_scale=scale and LossScale(initial=scale))
     session = opened(replace(decoder, precision=precision))
+    unmeasured = initialise(session.assembly, session.shardings)
     begun = 16 * (scale or 1.0) / (decoder.batch * 8)
-    for leaf in tables(session.state).values():
+    for name, leaf in tables(unmeasured).items():
         assert scales(leaf, "x") == {1.0}
         assert scales(leaf, "dy") == {2.0 ** math.ceil(math.log2(begun / 57344))}
-    if scale:
-        return
-    before = {k: (scales(v, "x"), scales(v, "dy")) for k, v in tables(session.state).items()}
+        for row in ("x", "dy"):
+            measured = scales(session.state.params[name], row)
+            assert max(measured) < min(scales(leaf, row)), (name, row)
+    (step, batch), *_ = session.loader.peek(1)
+    (program,) = session.compiled.values()
+    found, _ = program(unmeasured, batch)
+    plain = initialise(session.assembly, session.shardings)
+    expected = replace(plain, params={**plain.params, **tables(found)})
+    assert step == 0 and same(session.state, expected)
+    before = tables(jax.tree.map(np.asarray, session.state))
     stepped(session)
     for name, leaf in tables(session.state).items():
-        for row, first in zip(("x", "dy"), before[name], strict=True):
-            assert max(scales(leaf, row)) < min(first), (name, row)
+        for row in ("x", "w"):
+            assert scales(leaf, row) == scales(before[name], row), "its own magnitudes"
+    assert same(session.beginning_state(), expected)
+
+
+def test_a_run_goes_back_to_its_beginning_after_steps_that_donate_it(
+    decoder: jaxtrain.Experiment, opened: Any, stepped: Any
+) -> None:
+    session = opened(replace(decoder, precision=DELAYED))
+    stepped(session)  # nothing reads its state before: a view of it would keep it from donation
+    begins = session.beginning_state()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(begins))
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
 def test_they_count_in_fp32_whatever_parameters_are_kept_in(
@@ -148,7 +173,7 @@ def test_averages_are_evaluated_by_scales_of_their_own(
     given = replace(decoder, precision=DELAYED, ema_decay=0.9)
     spec = jaxtrain.mesh_from_axes(fsdp=2)
     session = opened(given, fsdp=2)
-    assembly, state = session.assembly, session.state
+    assembly, state = session.assembly, initialise(session.assembly, session.shardings)
     evaluator = Evaluator(assembly, make_mesh(spec), cache_dir=tmp_path)
     larger = {k: 64 * leaf for k, leaf in state.ema.items()}
     found = evaluator(replace(state, ema=larger), batches=1)

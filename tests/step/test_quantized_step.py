@@ -23,6 +23,7 @@ from jaxtrain.optim.precision import BOUNDS
 from jaxtrain.pipeline.config import Pipeline
 from jaxtrain.quantization import Delayed, Fp8Products, Int8Products
 from jaxtrain.quantization.delayed import SCALES, scale_of
+from jaxtrain.session.first_state import initialise
 from jaxtrain.step.assembly import assemble
 
 PRECISIONS = {
@@ -185,10 +186,11 @@ def test_a_gradient_that_is_not_finite_skips_the_step(
 def test_a_skipped_step_leaves_delayed_scales(
     decoder: jaxtrain.Experiment, opened: Any, stepped: Any, poisoned: Any
 ) -> None:
-    """And one that is taken moves those of every tensor: weights grow, so that none stays alone."""
+    """And one that is taken moves those of every tensor from where they are before any is measured."""
     for data, same in ((poisoned(decoder.data, row=3), True), (decoder.data, False)):
         session = opened(replace(decoder, data=data, precision=PRECISIONS["delayed"]))
-        before = jax.tree.map(np.asarray, session.state.params)
+        begun = session.state if same else initialise(session.assembly, session.shardings)
+        before = jax.tree.map(np.asarray, begun.params)
         assert stepped(session)["skipped"] == same
         for name, leaf in session.state.params.items():
             if name.endswith(SCALES):
@@ -200,7 +202,8 @@ def test_the_first_scales_are_those_of_the_weights(stack: jaxtrain.Experiment, o
     the optimizer, of averages, or in what is counted."""
     given = replace(stack, precision=PRECISIONS["delayed"], ema_decay=0.9)
     session, largest = opened(given), 448.0
-    state, names = session.state, session.assembly.buffers.scales
+    state = initialise(session.assembly, session.shardings)  # before they are measured
+    names = session.assembly.buffers.scales
     assert len(names) == 7 and names < state.params.keys()
     layers = jnp.array([1.0, 1 / 64])[:, None, None]
     begun = {k: p * layers if p.ndim == 3 else p for k, p in state.params.items()}

@@ -191,15 +191,15 @@ def hierarchical(
     dtype: str = "float32",
 ) -> list[Level]:
     """All-reduce over levels (n, link), fast to slow: reduce-scatter over each but the last,
-    all-reduce over that, all-gather back (Cho et al. 2019, BlueConnect).
+    all-reduce over the last, all-gather back over the others (Cho et al. 2019, BlueConnect).
 
-    Of b bytes, with m devices in a group of the levels below, a device sends by rings 2(n-1)/n b/m
-    over a level's links and its group m times that: 2(n-1)/n b, however many they are, each device
-    an equal part of it. One ring over the devices of all levels sends as much out of a group, but
-    all of it through one device's link; and it waits for the slow link twice for each device, not
-    twice for each group. The time is the sum over levels. The buffer is padded to split over all
-    levels but the last. Raises ValueError for no levels or an empty one, and as
-    `cost` does.
+    Returns the cost of each level; their times add up. For b bytes, and m devices in a group of the
+    levels below, a device sends by rings 2(n-1)/n b/m over a level's links. Its group sends m times
+    as much, 2(n-1)/n b, which does not depend on m, and each device sends an equal part of that.
+    One ring over the devices of all levels sends about as much out of a group, but all of it
+    through one device's link; and it waits for the slow link twice for each device, not twice for
+    each group. The buffer is padded to split over all levels but the last. Raises ValueError if
+    there are no levels or a level has no devices, and as `cost` does.
     """
     if not levels or any(n < 1 for n, _ in levels):
         sizes = [n for n, _ in levels]
