@@ -186,7 +186,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(
 def test_a_skipped_step_leaves_delayed_scales(
     decoder: jaxtrain.Experiment, opened: Any, stepped: Any, poisoned: Any
 ) -> None:
-    """And one that is taken moves those of every tensor from where they are before any is measured."""
+    """One that is taken moves those of every tensor from where they are before any is measured."""
     for data, same in ((poisoned(decoder.data, row=3), True), (decoder.data, False)):
         session = opened(replace(decoder, data=data, precision=PRECISIONS["delayed"]))
         begun = session.state if same else initialise(session.assembly, session.shardings)
