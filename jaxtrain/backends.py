@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 
+Ref = Any
+"""An array in the memory of the device, of which a kernel reads and writes parts, or a tile of one
+in shared memory."""
 TRITON = "experimental/pallas/triton.py"
 """Pallas's back end by way of Triton, which JAX deprecates since 0.11.2."""
 TRITON_ATTENTION = "experimental/pallas/ops/gpu/attention.py"
@@ -35,6 +39,20 @@ def too_old_for_mosaic() -> list[str]:
     return [
         f"it needs JAX {'.'.join(map(str, MOSAIC_JAX))} or newer, and this is {jax.__version__}"
     ]
+
+
+def mosaic_options(*, interpret: bool, approx_math: bool = False) -> dict[str, Any]:
+    """Returns the options of `mosaic_gpu.kernel` that all our kernels have. interpret: run it in
+    JAX's simulator of a GPU, which raises for races. approx_math: functions with fewer bits."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return dict(
+        compiler_params=mosaic_gpu.CompilerParams(
+            approx_math=approx_math,
+            lowering_semantics=mosaic_gpu.LoweringSemantics.Warpgroup,
+        ),
+        interpret=mosaic_gpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )
 
 
 def gpu_capability() -> int | None:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxtrain.bench_gpu.layer import error, require_hopper
-from jaxtrain.bench_gpu.setting import ExpertShape, Row, Setting, Skipped
+from jaxtrain.bench_gpu.layer import error, require
+from jaxtrain.bench_gpu.setting import ExpertShape, Row, Setting
 from jaxtrain.bench_gpu.timing import timed
 from jaxtrain.moe.block_loop import BlockLoop
 from jaxtrain.moe.grouped import GroupedMatmul
@@ -70,17 +70,13 @@ LAYERS: dict[str, Layer] = {
     "ragged_dot": ragged,
     "mosaic": partial(ours, kernel=MosaicBlocks()),
 }
-PLATFORMS = {"mosaic": "gpu"}
-"""Of kernels that run on one only."""
 
 
 def measure(setting: Setting, name: str) -> None:
     """Reports errors of output and gradients at a small size, then seconds."""
-    layer, sizes, platform = LAYERS[name], setting.sizes, PLATFORMS.get(name)
-    if platform not in (None, setting.platform):
-        raise Skipped(f"the kernel runs on {platform}, and this is {setting.platform}")
+    layer, sizes = LAYERS[name], setting.sizes
     if name == "mosaic":
-        require_hopper(setting)
+        require(setting, MosaicBlocks())
     dtypes = (jnp.bfloat16,) if name == "mosaic" else (jnp.float32, jnp.bfloat16)
     for dtype in dtypes:
         row = {"row": f"checked {jnp.dtype(dtype).name}"}

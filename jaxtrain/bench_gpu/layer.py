@@ -34,12 +34,11 @@ KERNELS: dict[str, AttentionKernel] = {
     "blockwise": GPU_BLOCKS,
     "blockwise_1024": Blockwise(query_block=1024, key_block=1024),
 }
-PLATFORMS = {"cudnn": "gpu", "triton": "gpu", "mosaic": "gpu", "splash": "tpu"}
-"""Of kernels that run on one only. Pallas ones are interpreted in a dry run."""
 INTERPRETED: dict[str, AttentionKernel] = {
     "triton": Triton(interpret=True),
     "splash": Splash(interpret=True),
 }
+"""What a dry run, which is on a CPU, measures instead."""
 CASES = {"documents": True, "whole rows": False}
 """Whether rows are packed documents."""
 BACKWARD = 2.5
@@ -48,13 +47,11 @@ BACKWARD = 2.5
 
 def measure(setting: Setting, name: str) -> None:
     """Reports a kernel's rows: errors in the cases it supports, then seconds of each layer."""
-    kernel, platform = KERNELS[name], PLATFORMS.get(name)
-    if platform is not None and platform != setting.platform:
-        if not (setting.dry and name in INTERPRETED):
-            raise Skipped(f"the kernel runs on {platform}, and this is {setting.platform}")
+    kernel = KERNELS[name]
+    if setting.dry and name in INTERPRETED:
         kernel = INTERPRETED[name]
-    if name == "mosaic":
-        require_hopper(setting)
+    else:
+        require(setting, kernel)
     window = setting.sizes.window
     for case, packed in CASES.items():
         _tell(setting, f"checked, {case}", partial(check, setting, kernel, packed))
@@ -66,9 +63,13 @@ def measure(setting: Setting, name: str) -> None:
             _tell(setting, f"layer of {layer}, {case}", timing)
 
 
-def require_hopper(setting: Setting) -> None:
-    """Raises Skipped on another GPU."""
-    if setting.chip.capability != FlashAttention.gpu_capability:
+def require(setting: Setting, kernel: object) -> None:
+    """Raises Skipped for a kernel of another platform, or of another kind of GPU."""
+    platform = getattr(kernel, "runs_on", setting.platform)
+    if platform != setting.platform:
+        raise Skipped(f"the kernel runs on {platform}, and this is {setting.platform}")
+    capability = getattr(kernel, "gpu_capability", None)
+    if capability is not None and capability != setting.chip.capability:
         raise Skipped(f"the kernel runs on Hopper GPUs, and this is {setting.chip.name}")
 
 

@@ -12,7 +12,7 @@ from jaxtrain.attention.documents import Located, ScoreInputs, document_starts, 
 from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.attention.refusal import refuse
-from jaxtrain.backends import HOPPER_SHARED_BYTES, too_old_for_mosaic
+from jaxtrain.backends import HOPPER_SHARED_BYTES, mosaic_options, too_old_for_mosaic
 from jaxtrain.collectives.vary import vary, varying_axes
 from jaxtrain.hopper.forward import run_forward
 from jaxtrain.hopper.functions import function_refusals, head_refusals
@@ -98,16 +98,10 @@ class FlashAttention:
         return tuple(vary(gradient, axes) for gradient in gradients)
 
     def _setting(self, scoring: Scoring) -> KernelSetting:
-        from jax.experimental.pallas import mosaic_gpu
-
         # The approximate exponential has 22 bits, the approximate tanh 11.
-        params = mosaic_gpu.CompilerParams(
-            approx_math=scoring.softcap is None and scoring.function is None,
-            lowering_semantics=mosaic_gpu.LoweringSemantics.Warpgroup,
-        )
-        interpret = mosaic_gpu.InterpretGPUParams(detect_races=True) if self.interpret else None
-        compiling = dict(compiler_params=params, interpret=interpret)
-        return KernelSetting(scoring, self.stages, compiling)
+        approximate = scoring.softcap is None and scoring.function is None
+        options = mosaic_options(interpret=self.interpret, approx_math=approximate)
+        return KernelSetting(scoring, self.stages, options)
 
 
 def _inputs(located: Located, q: Heads) -> RowInputs:

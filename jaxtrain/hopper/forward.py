@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.attention.online_softmax import MASKED
+from jaxtrain.backends import Ref
 from jaxtrain.hopper.scores import RowInputs, tile_logits
 from jaxtrain.hopper.tiles import (
     BLOCK,
     GRID,
     KernelSetting,
-    Memory,
     across,
     call,
     copy_in,
@@ -51,7 +51,7 @@ def attention_forward(
     size, layout = q.shape[3], mosaic_gpu.Layout.WGMMA
     parts = list(column_parts(size))
 
-    def step(indices: Any, keys: Memory, values: Memory, carry: Any) -> Any:
+    def step(indices: Any, keys: Ref, values: Ref, carry: Any) -> Any:
         outputs, largest, total = carry
         products = product(BLOCK, shared.own, keys, transposed=True)
         tile_place = inputs.beside(place, batch, (first + indices[0]) * BLOCK)

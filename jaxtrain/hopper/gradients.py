@@ -12,8 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.backends import Ref
 from jaxtrain.hopper.scores import PullBack, RowInputs, TilePlace, tile_logits
-from jaxtrain.hopper.tiles import BLOCK, KernelSetting, Memory, across, product, rows
+from jaxtrain.hopper.tiles import BLOCK, KernelSetting, across, product, rows
 
 
 class BackwardInputs(NamedTuple):
@@ -54,7 +55,7 @@ def query_rows(
 
 
 def weights_of(
-    queries: Memory, keys: Memory, first_key: jax.Array, own: QueryRows, setting: KernelSetting
+    queries: Ref, keys: Ref, first_key: jax.Array, own: QueryRows, setting: KernelSetting
 ) -> tuple[jax.Array, PullBack]:
     """Returns p of a tile, and what takes gradients of logits back."""
     products = product(BLOCK, queries, keys, transposed=True)
@@ -64,7 +65,7 @@ def weights_of(
 
 
 def score_gradients(
-    p: jax.Array, pull_back: PullBack, cotangents: Memory, values: Memory, own: QueryRows
+    p: jax.Array, pull_back: PullBack, cotangents: Ref, values: Ref, own: QueryRows
 ) -> tuple[jax.Array, ...]:
     """Returns the gradients of a tile's products, and of the head's value for each query where the
     model learns it."""

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.backends import Ref
 from jaxtrain.hopper.gradients import BackwardInputs, query_rows, score_gradients, weights_of
-from jaxtrain.hopper.tiles import BLOCK, GRID, KernelSetting, Memory, call, copy_in, query_tiles
+from jaxtrain.hopper.tiles import BLOCK, GRID, KernelSetting, call, copy_in, query_tiles
 
 RESULTS = ("dk", "dv")
 
@@ -39,10 +40,10 @@ def attention_key_gradients(
     first, count = query_tiles(first_key, end, q.shape[1], setting.scoring.mask)
     results = [name for name in RESULTS if hasattr(arrays, name)]
 
-    def total(*accumulators: Memory) -> tuple[jax.Array, ...]:
+    def total(*accumulators: Ref) -> tuple[jax.Array, ...]:
         sums = dict(zip(results, accumulators, strict=True))
 
-        def step(indices: Any, queries: Memory, cotangents: Memory) -> None:
+        def step(indices: Any, queries: Ref, cotangents: Ref) -> None:
             head, query = key_head * group + indices[0], (first + indices[1]) * BLOCK
             of_queries = query_rows(arrays, batch, head, query)
             p, pull_back = weights_of(queries, shared.keys, first_key, of_queries, setting)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.backends import Ref
 from jaxtrain.hopper.gradients import BackwardInputs, query_rows, score_gradients, weights_of
-from jaxtrain.hopper.scores import RowInputs
-from jaxtrain.hopper.tiles import BLOCK, GRID, KernelSetting, Memory, call, copy_in, key_tiles
+from jaxtrain.hopper.tiles import BLOCK, GRID, KernelSetting, call, copy_in, key_tiles
 
 
 def attention_query_gradients(
@@ -33,11 +33,11 @@ def attention_query_gradients(
     sources = [x.at[batch, span, head] for x in (q, arrays.do)]
     copy_in(sources, [own, shared.cotangents], shared.barriers)
     of_queries = query_rows(arrays, batch, head, query)
-    start = RowInputs.of(arrays).first_start(batch, query)
+    start = of_queries.inputs.first_start(batch, query)
     first, count = key_tiles(query, start, k.shape[1], setting.scoring.mask)
 
-    def total(accumulator: Memory) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        def step(indices: Any, keys: Memory, values: Memory, sums: Any) -> Any:
+    def total(accumulator: Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        def step(indices: Any, keys: Ref, values: Ref, sums: Any) -> Any:
             first_key = (first + indices[0]) * BLOCK
             p, pull_back = weights_of(own, keys, first_key, of_queries, setting)
             ds, *of_value = score_gradients(p, pull_back, shared.cotangents, values, of_queries)

@@ -14,10 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
-
-Memory = Any
-"""An array in the memory of the device, of which a program reads and writes parts, or a tile of one
-in shared memory."""
+from jaxtrain.backends import Ref
 
 BLOCK = 64
 """Rows that four warps multiply at a time."""
@@ -50,7 +47,7 @@ def call(
 
     present = {name: array for name, array in inputs.items() if array is not None}
 
-    def body(*memories: Memory, **in_shared: Memory) -> None:
+    def body(*memories: Ref, **in_shared: Ref) -> None:
         by_name = dict(zip((*present, *outputs), memories, strict=True))
         arrays = SimpleNamespace(**(dict.fromkeys(inputs) | by_name))
         kernel(arrays, SimpleNamespace(**in_shared), setting)
@@ -67,7 +64,7 @@ def call(
     return run(*present.values())
 
 
-def copy_in(sources: Sequence[Memory], targets: Sequence[Memory], barriers: Memory) -> None:
+def copy_in(sources: Sequence[Ref], targets: Sequence[Ref], barriers: Ref) -> None:
     """Copies arrays into shared memory, and waits for all of them."""
     from jax.experimental.pallas import mosaic_gpu
 
@@ -77,34 +74,35 @@ def copy_in(sources: Sequence[Memory], targets: Sequence[Memory], barriers: Memo
         mosaic_gpu.barrier_wait(barriers.at[i])
 
 
-def product(columns: int, left: Memory, right: Memory, *, transposed: bool = False) -> jax.Array:
+def product(columns: int, left: Ref, right: Ref, *, transposed: bool = False) -> jax.Array:
     """Returns left @ right, or left @ right^T, of tiles in shared memory, in fp32: [BLOCK,
     columns]."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu
 
-    def total(sums: Memory) -> jax.Array:
+    def total(sums: Ref) -> jax.Array:
         mosaic_gpu.wgmma(sums, left, right.transpose((1, 0)) if transposed else right)
         return sums[...]
 
     return pl.run_scoped(total, mosaic_gpu.ACC((BLOCK, columns)))
 
 
-def rows(values: Memory, first: jax.Array) -> jax.Array:
+def rows(values: Ref, first: jax.Array) -> jax.Array:
     """Returns the entries of `BLOCK` queries, one for each row of a tile of scores."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu
-
-    layout = mosaic_gpu.Layout.WGMMA.reduce(1)
-    return mosaic_gpu.load(values.at[pl.ds(first, BLOCK)], layout=layout, optimized=False)
+    return _load(values, first, over=1)
 
 
-def columns(values: Memory, first: jax.Array) -> jax.Array:
+def columns(values: Ref, first: jax.Array) -> jax.Array:
     """Returns the entries of `BLOCK` keys, one for each column of a tile of scores."""
+    return _load(values, first, over=0)
+
+
+def _load(values: Ref, first: jax.Array, *, over: int) -> jax.Array:
+    """Returns `BLOCK` entries, laid out as a sum over a dim of a tile of scores is."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu
 
-    layout = mosaic_gpu.Layout.WGMMA.reduce(0)
+    layout = mosaic_gpu.Layout.WGMMA.reduce(over)
     return mosaic_gpu.load(values.at[pl.ds(first, BLOCK)], layout=layout, optimized=False)
 
 

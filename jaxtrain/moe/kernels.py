@@ -63,8 +63,7 @@ def settled(kernel: GroupedMatmul | PlatformGroupedMatmul | None, problem: Asked
                 "BlockLoop(), or None for the platform's choice"
             )
         return kernel
-    here = PlatformGroupedMatmul(jax.default_backend(), gpu_capability())
-    asked = here if kernel is None else kernel
+    asked = kernel or PlatformGroupedMatmul(jax.default_backend(), gpu_capability())
     chosen = choose(asked.platform, problem, asked.capability)
     if isinstance(chosen, BlockLoop) and asked.platform != "cpu":
         warnings.warn(portable(asked, problem), stacklevel=2)

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.backends import HOPPER_SHARED_BYTES, too_old_for_mosaic
+from jaxtrain.backends import HOPPER_SHARED_BYTES, Ref, mosaic_options, too_old_for_mosaic
 from jaxtrain.collectives.vary import vary, varying_axes
 from jaxtrain.moe.grouped import Asked, Experts, Owners, RowProducts, Rows
-from jaxtrain.moe.tiles import Ref, first_blocks, fitting, place_of, size_violations
+from jaxtrain.moe.tiles import first_blocks, fitting, place_of, product_tiles, size_violations
 from jaxtrain.violations import count, power_of_two, raise_violations
 
 LEAST = 64
@@ -66,8 +66,8 @@ class MosaicBlocks:
     def _too_large(self) -> list[str]:
         rows, columns = self.largest_block, self.columns
         if columns > 256:
-            fitting = max(LEAST, min(256, MOST_SUMS // rows))
-            return [f"columns={columns} are more than the 256 of a product; use columns={fitting}"]
+            most = max(LEAST, min(256, MOST_SUMS // rows))
+            return [f"columns={columns} are more than the 256 of a product; use columns={most}"]
         if rows * columns > MOST_SUMS:
             return [
                 f"largest_block={rows} x columns={columns} are more sums than registers hold, "
@@ -76,10 +76,10 @@ class MosaicBlocks:
         needed = 2 * self.depth * max(rows + columns, self._gradient_rows + columns)
         if needed * self.stages <= HOPPER_SHARED_BYTES:
             return []
-        fitting = HOPPER_SHARED_BYTES // needed
+        most = HOPPER_SHARED_BYTES // needed
         of_least = HOPPER_SHARED_BYTES * self.depth // (needed * LEAST)
-        if fitting >= 2:
-            remedy = f"stages={fitting}"
+        if most >= 2:
+            remedy = f"stages={most}"
         else:
             remedy = f"depth={LEAST}" + f" and stages={of_least}" * (self.stages > of_least)
         return [
@@ -118,16 +118,9 @@ class MosaicBlocks:
     def _product(
         self, rows: jax.Array, weights: Experts, owners: Owners, *, transposed: bool
     ) -> jax.Array:
-        inner, outer = weights.shape[:0:-1] if transposed else weights.shape[1:]
-        columns = fitting(outer, self.columns)
-        kernel = partial(
-            _product,
-            tile=(len(rows) // len(owners), columns, fitting(inner, self.depth)),
-            stages=self.stages,
-            transposed=transposed,
-        )
-        like = jax.ShapeDtypeStruct((len(rows), outer), rows.dtype)
-        tiles = len(owners) * (outer // columns)
+        sizes = dict(columns=self.columns, depth=self.depth)
+        tile, tiles, like = product_tiles(rows, weights, owners, transposed=transposed, **sizes)
+        kernel = partial(_product, tile=tile, stages=self.stages, transposed=transposed)
         return self._call(kernel, tiles, like, rows, weights, owners.astype(jnp.int32))
 
     def _call(
@@ -144,11 +137,8 @@ class MosaicBlocks:
             out_type=like,
             grid=(tiles,),
             grid_names=(TILE,),
-            compiler_params=mosaic_gpu.CompilerParams(
-                lowering_semantics=mosaic_gpu.LoweringSemantics.Warpgroup
-            ),
             kernel_name=f"grouped{kernel.func.__name__}",
-            interpret=mosaic_gpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
+            **mosaic_options(interpret=self.interpret),
         )
         # Its results vary over no mesh axis by type, whatever it was given.
         return vary(run(*arrays), varying_axes(*arrays))

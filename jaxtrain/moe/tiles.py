@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxtrain.moe.grouped import Asked, Owners, block_rows
 
-Ref = Any
-"""An array in the memory of the device, of which a program reads and writes parts, or a tile of one
-in shared memory."""
 GROUPED = 8
 """Rows of tiles that are worked on together."""
 
@@ -42,6 +37,23 @@ def first_blocks(owners: Owners, experts: int) -> Int[Array, " _"]:
 def fitting(size: int, most: int) -> int:
     """Returns the largest power of two up to `most` that divides size."""
     return min(most, size & -size)
+
+
+def product_tiles(
+    rows: jax.Array,
+    weights: jax.Array,
+    owners: Owners,
+    *,
+    columns: int,
+    depth: int,
+    transposed: bool,
+) -> tuple[tuple[int, int, int], int, jax.ShapeDtypeStruct]:
+    """Returns the tiles of rows times their experts' matrices, or these transposed: (rows, columns,
+    depth) of one, their number, and shape and dtype of the result. columns, depth: the most."""
+    inner, outer = weights.shape[:0:-1] if transposed else weights.shape[1:]
+    height, width = len(rows) // len(owners), fitting(outer, columns)
+    result = jax.ShapeDtypeStruct((len(rows), outer), rows.dtype)
+    return (height, width, fitting(inner, depth)), len(owners) * (outer // width), result
 
 
 def place_of(program: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.backends import TRITON, missing
+from jaxtrain.backends import TRITON, Ref, missing
 from jaxtrain.moe.grouped import Asked, Experts, Owners, RowProducts, Rows, block_count, block_rows
-from jaxtrain.moe.tiles import Ref, first_blocks, fitting, place_of, size_violations
+from jaxtrain.moe.tiles import first_blocks, fitting, place_of, product_tiles, size_violations
 from jaxtrain.violations import count, power_of_two, raise_violations
 
 LEAST = 16
@@ -87,17 +87,10 @@ class TritonBlocks:
     def _product(
         self, rows: jax.Array, weights: Experts, owners: Owners, *, transposed: bool
     ) -> jax.Array:
-        inner, outer = weights.shape[:0:-1] if transposed else weights.shape[1:]
-        columns = fitting(outer, self.columns)
-        kernel = partial(
-            _product,
-            tile=(len(rows) // len(owners), columns, fitting(inner, self.depth)),
-            blocks=len(owners),
-            transposed=transposed,
-        )
-        like = jax.ShapeDtypeStruct((len(rows), outer), rows.dtype)
-        grid = (len(owners) * (outer // columns),)
-        return self._call(kernel, grid, like, rows, weights, owners.astype(jnp.int32))
+        sizes = dict(columns=self.columns, depth=self.depth)
+        tile, tiles, like = product_tiles(rows, weights, owners, transposed=transposed, **sizes)
+        kernel = partial(_product, tile=tile, blocks=len(owners), transposed=transposed)
+        return self._call(kernel, (tiles,), like, rows, weights, owners.astype(jnp.int32))
 
     def _call(
         self,

@@ -8,7 +8,7 @@ or that are recomputed from earlier values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from jaxtrain.models.description import ADAPTER_A, ADAPTER_B, STACK
@@ -126,21 +126,23 @@ def body_work(
     reads: list[set[int]] = []  # values that the gradients of each value read
     maxima, maxima_again = list[Tensors](), list[Tensors]()
     read: set[str] = set()
+
+    def trains(node: Node) -> Callable[[str], bool]:
+        return lambda name: facts.trains(paths[node.block] + name)
+
     for node, flow in zip(nodes, flows, strict=True):
         input_reads = node.input_reads if flow.inputs else ()
         late = split and node.deferred and not facts.narrow
         computed = (flow.own or flow.observed) and not late
         reads.append({*input_reads, *(node.leaf_reads if computed else ())})
-        path = paths[node.block]
-        maxima += rounded_gradients(node, flow, lambda name, path=path: facts.trains(path + name))
-        read |= _leaves_read(facts, path, node, bool(flow.inputs))
+        maxima += rounded_gradients(node, flow, trains(node))
+        read |= _leaves_read(facts, paths[node.block], node, bool(flow.inputs))
     again = sorted(made_again(nodes, set().union(*reads), facts.loop.remat))
     outputs = made_again_for_others(nodes, reads, facts.loop.remat)
     for number in again:
-        node, path = nodes[number], paths[nodes[number].block]
-        read |= _leaves(facts, path, node)
-        own = lambda name, path=path: facts.trains(path + name)  # noqa: E731
-        maxima_again += rescaled(node, flows[number], own, outputs=number in outputs)
+        node = nodes[number]
+        read |= _leaves(facts, paths[node.block], node)
+        maxima_again += rescaled(node, flows[number], trains(node), outputs=number in outputs)
     return BackwardWork(
         gradients=tuple(inputs for inputs, _ in sent if inputs is not None),
         leaf_gradients=tuple(leaves for _, leaves in sent if leaves is not None),
