@@ -141,11 +141,11 @@ PIPELINES: dict[str, Pipeline] = {
 }
 IN_PIPELINES = ("explicit", "explicit, ring", "explicit, recursive")
 """Modes of the pipelines' pairwise array."""
-SGD_AND_AVERAGES = SGD(0.5, momentum=0.9, weight_decay=0.1), 0.9
-"""An optimizer and a decay of averaged weights. Its step is linear in the gradient, so gradients
-can be compared in every step. Adam and similar optimizers turn rounding into a full step if a
-gradient is near zero."""
-OPTIMIZERS = {"own": None, "SGD, averages": SGD_AND_AVERAGES}
+SGD_RATE, AVERAGES_DECAY = 0.5, 0.9
+"""Of "SGD, averages". A step of SGD is linear in the gradient, so gradients can be compared in
+every step. Adam and similar optimizers turn rounding into a full step if a gradient is near
+zero."""
+OPTIMIZERS = ("own", "SGD, averages")
 
 
 def steep(x: jax.Array) -> jax.Array:
@@ -212,9 +212,10 @@ def layouts(
     experts: bool = False,
     context: bool = True,
     narrow: bool = False,
+    adapters: bool = False,
 ) -> tuple[list[Layout], int]:
     """Returns the layouts of `quick` or `all`, and their closed count. Without `context` no layout
-    splits rows. narrow: products are in 8 bits.
+    splits rows. narrow: products are in 8 bits. adapters: matrices have some.
 
     quick: a pairwise covering array of meshes without stages, one of meshes with stages, and one of
       methods for split rows. The mesh axis `expert` is on meshes of models with `experts` only; for
@@ -224,7 +225,7 @@ def layouts(
     if selection not in ("quick", "all"):
         raise ValueError(f"layouts={selection!r}; use 'quick' or 'all'")
     axes = tuple(axis for axis in AXES if context or axis != "context")
-    pairwise = [*_pairwise(devices, experts, context, narrow)]
+    pairwise = [*_pairwise(devices, experts, context, narrow, adapters)]
     if selection == "quick":
         return pairwise, len(pairwise)
     sizes = [n for n in range(devices, 0, -1) if devices % n == 0]
@@ -242,7 +243,9 @@ def layouts(
 
 
 @cache
-def _pairwise(devices: int, experts: bool, context: bool, narrow: bool) -> tuple[Layout, ...]:
+def _pairwise(
+    devices: int, experts: bool, context: bool, narrow: bool, adapters: bool
+) -> tuple[Layout, ...]:
     """Returns the layouts of `quick`."""
     meshes, staged_meshes = (EXPERTS, STAGED_EXPERTS) if experts else (MESHES, STAGED)
     without = {axis for axis, has in (("expert", experts), ("context", context)) if not has}
@@ -252,9 +255,10 @@ def _pairwise(devices: int, experts: bool, context: bool, narrow: bool) -> tuple
     if devices > 1:
         staged = fitting(staged_meshes) or [m for m in every if m["stage"] > 1]
         arrays.append(_staged_options(staged))
-        # A steep activation has no derivative at zero: rows of experts are padded with zeros, and
-        # products in 8 bits may be zero.
-        if experts or narrow:
+        # A steep activation has no derivative at zero: rows of experts are padded with zeros;
+        # products in 8 bits may be zero, and in bf16 the sum of a product and an adapter's (a few
+        # of 1,000, rounded to 2^-8).
+        if experts or narrow or adapters:
             del arrays[-1]["activation"]
     if devices > 1 and context:
         cut = fitting(CUT) or [m for m in every if m["context"] == devices]
@@ -332,6 +336,16 @@ def _cut_options(meshes: list[dict[str, int]]) -> dict[str, list[Any]]:
     }
 
 
+def _optimizer(layout: Layout, experiment: Experiment) -> tuple[Any, float | None]:
+    """Returns the optimizer and the decay of averaged weights."""
+    if layout.optimizer == "own":
+        return experiment.optimizer, experiment.ema_decay
+    lora = None if experiment.fine_tuning is None else experiment.fine_tuning.lora
+    # Both an adapter's gradient and its product have the scale.
+    scale = 1.0 if lora is None else max(1.0, lora.alpha / lora.rank)
+    return SGD(SGD_RATE / scale**2, momentum=0.9, weight_decay=0.1), AVERAGES_DECAY
+
+
 def _precision(layout: Layout, own: Precision) -> Precision:
     """own: of the experiment, whose products are kept where they are in 8 bits."""
     precision = PRECISIONS[layout.precision.removesuffix(NARROW)]
@@ -358,7 +372,7 @@ def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
             kept_routing=kept_tokens,
         )
     explicit = mode.name == "explicit"
-    optimizer, ema_decay = OPTIMIZERS[layout.optimizer] or (e.optimizer, e.ema_decay)
+    optimizer, ema_decay = _optimizer(layout, e)
     return replace(
         e,
         model=model,

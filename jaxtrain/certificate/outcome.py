@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from jaxtrain.files.cache import cache_directory
 from jaxtrain.mesh.compiler_options import quick_to_compile
 from jaxtrain.mesh.mesh import mesh_from_axes
 from jaxtrain.models.buffers import without_buffers
+from jaxtrain.models.description import ADAPTER_B
 from jaxtrain.optim.elementwise import SGD
 from jaxtrain.program.order import side_by_side
 from jaxtrain.program.text import program_text
@@ -26,12 +28,14 @@ from jaxtrain.session.first_state import initial_program
 from jaxtrain.session.rows import open_split
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of
-from jaxtrain.step.layer_order import params_in_natural_order, to_natural_order
+from jaxtrain.step.layer_order import natural_shapes, params_in_natural_order, to_natural_order
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
 from jaxtrain.step.train_step import make_train_step
 from jaxtrain.violations import raise_violations
 
 STEPS = 5
+B_STD = 0.1
+"""At rank 2 and alpha 4 an adapter's product is a quarter of its matrix."""
 HostArrays = dict[str, np.ndarray]
 
 
@@ -40,8 +44,8 @@ class Outcome(NamedTuple):
     by path.
 
     losses, norms: of each step. grads: before clipping; of each step with SGD in fp32, else of the
-      first step alone. A leaf whose first gradient is zero (A of an adapter, because its B starts
-      at zero) has the second step's. routing: of each step, as the layout itself chooses it. init:
+      first step alone. A leaf whose first gradient is zero (of a matrix before one that starts at
+      zero) has the second step's. routing: of each step, as the layout itself chooses it. init:
       before the first step. The others are of the last step.
     """
 
@@ -94,7 +98,9 @@ def program(
     by_shape = assembly.batch_shardings(mesh)
     # Compilation takes ten times as long as the run.
     options: dict[str, Any] = assembly.compiler_options | quick_to_compile(mesh.devices.flat[0])
-    lowered_initial = initial_program(assembly, state_shardings).lower({})
+    lowered_initial = initial_program(assembly, state_shardings).lower(
+        _drawn_adapters(assembly, state_shardings)
+    )
     programs = InitialPrograms() if initial_programs is None else initial_programs
     initialise = programs.compile(layout, lowered_initial, options)
     train_step = make_train_step(assembly, mesh, keep_gradients=True)
@@ -109,7 +115,8 @@ def program(
     replays, buffers = Replays(assembly, state_shardings), assembly.buffers
 
     def run(given_routing: list[StepRouting] | None = None) -> Outcome:
-        state = initialise({})
+        # Drawn for each run, since the program donates them.
+        state = initialise(_drawn_adapters(assembly, state_shardings))
         first, metrics, routing = _on_host(assembly, state), [], []
         for number in range(STEPS):
             if given_routing is not None:
@@ -117,19 +124,16 @@ def program(
             state, step_metrics = jax.block_until_ready(step(state, placed.rows(rows(number))))
             metrics.append(jax.tree.map(np.asarray, step_metrics))
             routing.append(replays.read_routing(metrics[-1]["gradients"]))
+        grads = [
+            _natural_order(assembly, without_buffers(m["gradients"], buffers)) for m in metrics
+        ]
         last = _on_host(assembly, state)
         state = replays.with_routing(state, (given_routing or routing)[-1])
         return Outcome(
             init=first.params,
             losses=np.array([m["loss"] for m in metrics]),
             norms=np.array([m["grad_norm"] for m in metrics]),
-            grads=_bounded_gradients(
-                [
-                    _natural_order(assembly, without_buffers(m["gradients"], buffers))
-                    for m in metrics
-                ],
-                e,
-            ),
+            grads=_bounded_gradients(grads, e),
             params=last.params,
             averages=last.ema,
             optimizer=_by_path(last.optimizer),
@@ -138,6 +142,26 @@ def program(
         )
 
     return run
+
+
+def _drawn_adapters(assembly: Assembly, state_shardings: TrainState) -> dict[str, jax.Array]:
+    """Returns B of each adapter at rest, drawn from N(0, B_STD^2); the same of each layer on every
+    layout.
+
+    A run begins with B = 0, where A has no gradient. After a step of Adam each element of B is as
+    large as the rate and has its gradient's sign, that of rounding where the gradient is small: A's
+    gradients in bf16 were 0.4 apart there.
+    """
+    drawn = {}
+    for name, leaf in natural_shapes(assembly).params.items():
+        if not name.endswith(ADAPTER_B):
+            continue
+        generator = np.random.default_rng(zlib.crc32(name.encode()))
+        values = B_STD * generator.standard_normal(leaf.shape, np.float32)
+        if assembly.pipeline is not None and "layers" in assembly.places[name].axes:
+            values = assembly.pipeline.layout.to_slots(values)
+        drawn[name] = jax.device_put(values, state_shardings.params[name])
+    return drawn
 
 
 def _refuse_unordered(mesh: jax.sharding.Mesh, *programs: Any) -> None:

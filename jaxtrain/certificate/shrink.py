@@ -10,6 +10,8 @@ from jaxtrain.data import BigramChain
 from jaxtrain.experiment import Experiment, FineTuning, Logging
 from jaxtrain.transformer.small import seq_of
 
+LARGEST_SCALE = 2.0
+"""Of alpha / rank; at 4 gradients in bf16 were 6e-2 apart, at 16 in fp32 norms 2e-3."""
 TEXT = frozenset({"tokens", "targets", "weights"})
 """Fields of a row of text that a model may read."""
 
@@ -54,8 +56,16 @@ def _batch(devices: int) -> int:
 
 
 def _tuning(tuning: FineTuning | None) -> FineTuning | None:
-    """Returns the same leaves of the small model, from its own initialisation."""
+    """Returns the same leaves of the small model, from its own initialisation.
+
+    The scale of adapters is at most LARGEST_SCALE: since B is drawn, a large one makes products
+    larger than their matrices, and enlarges rounding.
+    """
     if tuning is None:
         return None
     lora = tuning.lora
-    return replace(tuning, start=None, lora=lora and replace(lora, rank=min(lora.rank, 2)))
+    if lora is not None:
+        rank = min(lora.rank, 2)
+        scale = min(lora.alpha / lora.rank, LARGEST_SCALE)
+        lora = replace(lora, rank=rank, alpha=scale * rank)
+    return replace(tuning, start=None, lora=lora)

@@ -49,6 +49,14 @@ def coordination() -> Any:
     return distributed.global_state.client
 
 
+def stated_processes() -> int | None:
+    """Returns the number of processes that this one was started as one of; None if it was not. JAX
+    counts those that the service waits for, which may be of another run."""
+    from jax._src import distributed  # there is no public API
+
+    return distributed.global_state.num_processes
+
+
 def all_gather_text(text: str, *, within_s: float = WAIT_S) -> list[str]:
     """Returns the text of every process, in their order. All processes call it, in the same order
     of calls. Raises MissingProcesses after `within_s` seconds."""
@@ -102,7 +110,7 @@ def share_failure(act: Callable[[], T], *, under: str = "") -> T:
         nonlocal result
         result = act()
 
-    _gather_results(keep, under)
+    all_gather_results(keep, under)
     return result
 
 
@@ -120,11 +128,12 @@ def from_first(act: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return act()
     first = jax.process_index() == 0
-    return _gather_results(lambda: act() if first else None)[0]
+    return all_gather_results(lambda: act() if first else None)[0]
 
 
-def _gather_results(act: Callable[[], Any], under: str = "") -> list[Any]:
-    """Returns what `act` returns on each process; JSON. under: as for `share_failure`."""
+def all_gather_results(act: Callable[[], Any], under: str = "") -> list[Any]:
+    """Returns what `act` returns on each process, from JSON. Raises as `share_failure`, which has
+    `under`. All of them call it."""
     own_error = None
     try:
         text = json.dumps({"result": act()})

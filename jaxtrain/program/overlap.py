@@ -8,11 +8,11 @@ durations.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from jaxtrain.program.collectives import Collective, collectives, is_opaque
 from jaxtrain.program.loops import trip_count
@@ -44,23 +44,32 @@ class MatmulWork:
         return MatmulWork(self.matmuls * times, self.flops * times)
 
 
+class ScheduledWork(NamedTuple):
+    """Work of one instruction, and of all that it calls. called: the computations that run within
+    it, each with its number of runs."""
+
+    place: InstructionPlace
+    work: MatmulWork
+    called: tuple[tuple[str, int], ...] = ()
+
+
 @dataclass(frozen=True)
 class Overlap:
     """A collective, and the matmuls between its start and its done, each time it runs.
 
     `parts` are its bytes by dtype. `asynchronous`: it has a start and a done, and the compiler does
-    not mark it as synchronous. between: the work of each instruction between, by its place
-    (computation, index); an instruction between two collectives' starts and dones is in both.
+    not mark it as synchronous. between: the instructions from start to done, both included; one
+    between two collectives' starts and dones is in both.
     """
 
     parts: tuple[Collective, ...]
     asynchronous: bool
-    between: tuple[tuple[InstructionPlace, MatmulWork], ...] = ()
+    between: tuple[ScheduledWork, ...] = ()
 
     @property
     def work(self) -> MatmulWork:
         """Total work between start and done."""
-        return sum((work for _, work in self.between), MatmulWork())
+        return sum((scheduled.work for scheduled in self.between), MatmulWork())
 
     @property
     def kind(self) -> str:
@@ -160,49 +169,65 @@ def _sent_behind(
     windows: list[Overlap], bytes_per_flop: Callable[[Overlap], float]
 ) -> dict[int, float]:
     """Bytes of one run that each collective's link sends during matmuls, by identity. The FLOPs of
-    a matmul go to the collectives under way, first to the one that is awaited first."""
+    a matmul go to the collectives under way, first to the one that is awaited first: one within a
+    loop before those that the whole loop hides."""
     left = {id(overlap): overlap.wire_bytes / max(overlap.count, 1) for overlap in windows}
     run_bytes = dict(left)
-    under_way: dict[InstructionPlace, list[Overlap]] = defaultdict(list)
-    work: dict[InstructionPlace, MatmulWork] = {}
+    under_way: dict[ScheduledWork, list[Overlap]] = defaultdict(list)
+    depth: Counter[str] = Counter()
     for overlap in windows:
-        for place, matmuls in overlap.between:
-            if matmuls:
-                under_way[place].append(overlap)
-                work[place] = matmuls
-    for place in sorted(work):
-        flops = work[place].flops
-        for overlap in sorted(under_way[place], key=lambda overlap: overlap.between[-1][0]):
+        for scheduled in overlap.between:
+            if scheduled.work:
+                under_way[scheduled].append(overlap)
+                body = scheduled.place[0]
+                depth[body] = max(depth[body], len(scheduled.called))
+    spent: dict[str, float] = defaultdict(float)  # FLOPs of a computation on its own collectives
+    for scheduled in sorted(under_way, key=lambda each: (depth[each.place[0]], each.place)):
+        flops = scheduled.work.flops
+        flops = max(0.0, flops - math.fsum(runs * spent[body] for body, runs in scheduled.called))
+        for overlap in sorted(under_way[scheduled], key=lambda each: each.between[-1].place):
             pace = bytes_per_flop(overlap)
             sent = min(left[id(overlap)], flops * pace)
             left[id(overlap)] -= sent
-            flops -= sent / pace if pace else 0.0
+            used = sent / pace if pace else 0.0
+            flops -= used
+            spent[scheduled.place[0]] += used
     return {key: run_bytes[key] - left[key] for key in run_bytes}
 
 
-def _windows(
-    module: Module, kernel_flops: float
-) -> dict[str, tuple[tuple[InstructionPlace, MatmulWork], ...]]:
-    """Name of every asynchronous collective -> the instructions from start to done, both included,
-    with their work.
+def _windows(module: Module, kernel_flops: float) -> dict[str, tuple[ScheduledWork, ...]]:
+    """Name of every asynchronous collective -> the instructions from start to done.
 
     If it is awaited elsewhere (in the next turn of a loop), the window ends with the body.
     """
     work = _work_of(module, kernel_flops)
-    windows = {}
+    spans: dict[str, tuple[Computation, range]] = {}
     for body in module.computations.values():
         started: dict[str, tuple[str, int]] = {}
         ended: dict[str, int] = {}
         for index, instruction in enumerate(body.instructions.values()):
             started |= {key: (name, index) for key, name in _starts(module, instruction)}
             ended |= {key: index for key in _ends(module, instruction) if key in started}
-        if not started:
-            continue
-        done = [work(body, instruction) for instruction in body.instructions.values()]
         for key, (name, index) in started.items():
-            window = range(index, ended.get(key, len(done) - 1) + 1)
-            windows[name] = tuple(((body.name, i), done[i]) for i in window)
-    return windows
+            last = ended.get(key, len(body.instructions) - 1)
+            spans[name] = body, range(index, last + 1)
+    called = _called_of(module, work)
+
+    @cache
+    def listed(name: str) -> list[Instruction]:
+        return [*module.computations[name].instructions.values()]
+
+    @cache
+    def scheduled(name: str, index: int) -> ScheduledWork:
+        body, instruction = module.computations[name], listed(name)[index]
+        total = work(body, instruction)
+        below = called(body, instruction) if total else Counter()
+        return ScheduledWork((name, index), total, tuple(sorted(below.items())))
+
+    return {
+        name: tuple(scheduled(body.name, index) for index in window)
+        for name, (body, window) in spans.items()
+    }
 
 
 def _starts(module: Module, instruction: Instruction) -> list[tuple[str, str]]:
@@ -270,3 +295,30 @@ def _work_of(
         return total
 
     return work
+
+
+def _called_of(
+    module: Module, work: Callable[[Computation, Instruction], MatmulWork]
+) -> Callable[[Computation, Instruction], Counter[str]]:
+    """Returns a function: how often each computation runs within an instruction. All branches of a
+    conditional count as run; loops without work are left out."""
+
+    @cache
+    def inside(name: str) -> Counter[str]:
+        body = module.computations[name]
+        total = Counter({name: 1})
+        for instruction in body.instructions.values():
+            total.update(called(body, instruction))
+        return total
+
+    def called(body: Computation, instruction: Instruction) -> Counter[str]:
+        runs, names = 1, [name for group in calls(instruction) for name in group]
+        if instruction.opcode == "while" and work(body, instruction):
+            runs = trip_count(module, body, instruction)
+            names = [instruction.names(key)[0] for key in ("condition", "body")]
+        once = Counter[str]()
+        for name in names:
+            once.update(inside(name))
+        return Counter({name: runs * count for name, count in once.items()})
+
+    return called

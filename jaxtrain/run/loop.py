@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -49,6 +50,7 @@ from jaxtrain.run.hooks import (
     SlowProcess,
     callbacks_of,
 )
+from jaxtrain.run.peers import refuse_other_runs
 from jaxtrain.run.readings import Readings
 from jaxtrain.run.result import Result
 from jaxtrain.run.rollback import refuse_without_saves, rollbacks_of
@@ -82,27 +84,27 @@ def train(
 ) -> Result:
     """Train, or go on with what is in `run_dir`.
 
-    experiment: an Experiment or the path of its file. mesh: a MeshSpec, the path of its file, or
-    the name of a built-in mesh ("cpu_8"). run_dir=None keeps all in memory. cache_dir: folder of
-    tokens and indices, None for that of `jaxtrain cache`. stream: receives the run's output, None
-    for the standard output. steps: stop after this many of the experiment's steps (its schedules
-    keep their length). settings: `path=value` overrides. callbacks: called after those of
-    `Logging.callbacks`; they may ask for a stop and for saves (`Callback`). phases: records the
-    time of each phase. fresh: begin anew; a run that is in `run_dir` is moved to `run_dir`.1 (.2,
-    ...) once nothing is refused. A text: but go on with one that began with this text, for starts
-    that repeat. from_run: RUN or RUN@STEP, without a step the newest: `run_dir` begins as a branch,
-    with the whole state of that step; what changes no leaf of it may differ.
+    experiment: an Experiment or its file's path. mesh: a MeshSpec, its file's path, or the name of
+    a built-in mesh ("cpu_8"). run_dir=None keeps all in memory. cache_dir: for tokens and indices,
+    None for that of `jaxtrain cache`. stream: for the run's output, None for the standard output.
+    steps: stop after so many of the experiment's steps (schedules keep their length). settings:
+    `path=value` overrides. callbacks: called after those of `Logging.callbacks`; they may ask for
+    stops and saves. phases: records times. fresh: begin anew; a run that is in `run_dir` is
+    moved to `run_dir`.1 (.2, ...) once nothing is refused. A text: but go on with one begun with
+    this text, for starts that repeat. from_run: RUN or RUN@STEP, by default its newest: `run_dir`
+    begins as a branch, with the whole state of that step; what changes no leaf of it may differ.
 
     On a stop, a KeyboardInterrupt or an error the state is saved first (the exception is then
     raised again), except for an exception in one process of several.
 
     Raises ValueError, before compiling or writing, when experiment, mesh, data and run directory do
-    not fit together or more steps are done than are asked for, and later when nothing but skipped
-    steps is left; CheckpointError when a save or restore fails.
+    not fit together, processes are of several runs or more steps are done than are asked for, and
+    later when nothing but skipped steps is left; CheckpointError when a save or restore fails.
     """
     experiment, spec = _with_settings(experiment, settings), load_mesh(mesh)
     run = local_path("run_dir", run_dir) if run_dir is not None else None
     last = last_step(experiment, steps)
+    refuse_other_runs(experiment, spec, run, last)
     user_callbacks = callbacks_of(experiment, callbacks)
     fresh, beginning = begins_anew(run, fresh)
     branch = branch_from(from_run, run, last, fresh=fresh)
@@ -300,7 +302,9 @@ class _Loop:
                 if back is not None:
                     done = back
                     continue
-            self.readings.refuse_skipping()
+            if ends := done == self.experiment.steps:
+                self.readings.flush()
+            self.readings.refuse_skipping(ends=ends)
             self.health.after_step(done)
             self.evaluate_and_save(done)
             if self.stops_as_asked(done):
@@ -363,8 +367,9 @@ class _Loop:
         )
         self.tell(f"{description} are done")
         if self.result.run_dir is not None:
-            for line in read_metrics(self.result.run_dir):
-                self.readings.history.add(line)
+            self.readings.read_again(read_metrics(self.result.run_dir))
+            ends = self.session.start == self.experiment.steps
+            share_failure(partial(self.readings.refuse_skipping, ends=ends))
         if self.experiment.evaluation is not None:
             self.run_evaluation(self.session.start)
 

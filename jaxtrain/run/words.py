@@ -29,6 +29,13 @@ def finish(result: Result, session: Session, tell: Callable[[str], None]) -> Non
     e = session.experiment
     if result.history and all(line.get("loss", 0.0) is None for line in result.history):
         tell("NOTE no token of any batch had a weight above 0: nothing was learnt")
+    if 0 < int(session.state.step) == int(session.state.skipped):
+        scale = e.precision.loss_scale
+        searches = scale is not None and scale.factor != 1
+        tell(
+            "NOTE no step had finite gradients, so each was skipped: nothing was learnt"
+            + "; take more steps, which lower the loss scale" * searches
+        )
     reached = result.evaluation.get("bits_per_byte")
     if reached is not None and isinstance(e.data, TextData) and e.data.has_text:
         bits = reference_bits(e.data)

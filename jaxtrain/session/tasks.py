@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.cluster.agreement import all_gather_text, share_failure
+from jaxtrain.cluster.agreement import share_failure
+from jaxtrain.cluster.lockstep import in_step
 from jaxtrain.experiment import Experiment
 from jaxtrain.scoring.texts import TextRows, TextScorer, TokenScore, assembled_for
 from jaxtrain.step.assembly import Assembly
@@ -59,14 +60,22 @@ class EvaluatedTasks:
     def __call__(
         self, params: Mapping[str, Any], model_state: Mapping[str, Any]
     ) -> dict[str, float]:
-        """Returns the metrics of a model with these parameters. All processes call it."""
+        """Returns the metrics of a model with these parameters. All processes call it. Raises on
+        all where prompts or metrics of one fail, as `share_failure`."""
         from jaxtrain.tasks.language_model import HarnessModel
 
-        def score(texts: Sequence[Sequence[int]]) -> list[TokenScore]:
-            refuse_other_texts(texts)
-            return self._scorer(params, model_state, texts)
+        def metrics(meet: Callable[[str], None]) -> dict[str, float]:
+            def score(texts: Sequence[Sequence[int]]) -> list[TokenScore]:
+                meet(_digest(texts))
+                return self._scorer(params, model_state, texts)
 
-        return self._tasks.metrics(HarnessModel(self._vocabulary, self._seq, score))
+            return self._tasks.metrics(HarnessModel(self._vocabulary, self._seq, score))
+
+        return in_step(
+            metrics,
+            "evaluation.tasks: processes have different texts of the same tasks; give all of them "
+            "the same task files and data",
+        )
 
 
 def tasks_of(experiment: Experiment) -> OpenTasks | None:
@@ -95,13 +104,8 @@ def absent_tasks(experiment: Experiment) -> list[str]:
     return []
 
 
-def refuse_other_texts(texts: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError, on all processes, if they are about to score different texts."""
+def _digest(texts: Sequence[Sequence[int]]) -> str:
     digest = sha256()
     for text in texts:
         digest.update(sha256(np.asarray(text, np.int64).tobytes()).digest())
-    if len({*all_gather_text(digest.hexdigest())}) > 1:
-        raise ValueError(
-            "evaluation.tasks: processes have different texts of the same tasks; give all of them "
-            "the same task files and data"
-        )
+    return digest.hexdigest()

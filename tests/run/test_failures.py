@@ -161,6 +161,52 @@ def test_a_run_that_only_skips_ends_with_an_error(own: jaxtrain.Experiment, tmp_
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_short_run_that_only_skips_is_not_done(
+    every: int, own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """The first update is too large, and none comes after it. The same command says so again, from
+    the metrics that were logged."""
+    lost = replace(
+        own,
+        optimizer=replace(own.optimizer, learning_rate=1e38),
+        steps=9,
+        checkpoints=jaxtrain.SavePolicy(every=1000),
+        logging=jaxtrain.Logging(every=every),
+        evaluation=jaxtrain.Evaluation(every=9),
+    )
+    for rows in (8, 5):
+        stream = io.StringIO()
+        with pytest.raises(ValueError, match=rf"of [{rows}-8] steps in a row, up to step 9, were"):
+            jaxtrain.train(
+                lost, jaxtrain.mesh_from_axes(data=1), run_dir=tmp_path / "run", stream=stream,
+                cache_dir=tmp_path,
+            )  # fmt: skip
+        assert "eval_loss" not in stream.getvalue()
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["9"]
+
+
+def test_steps_skipped_at_the_end_of_others_end_no_run(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """Two of six are few, one of two is half, and one of one is all."""
+    spoilt = replace(own, data=Spoilt(), steps=6)
+    mesh = jaxtrain.mesh_from_axes(data=1)
+    result = jaxtrain.train(spoilt, mesh, cache_dir=tmp_path)
+    assert [line["skipped"] for line in result.history] == [0, 1, 2, 2, 3, 4]
+    two, three = (replace(spoilt, steps=steps) for steps in (2, 3))
+    assert jaxtrain.train(two, mesh, cache_dir=tmp_path).history[-1]["skipped"] == 1
+    with pytest.raises(ValueError, match="gradients of 2 steps in a row, up to step 3"):
+        jaxtrain.train(three, mesh, cache_dir=tmp_path)
+    saved = replace(spoilt, checkpoints=jaxtrain.SavePolicy(every=1000))
+    for _ in range(2):
+        paused = jaxtrain.train(saved, mesh, run_dir=tmp_path / "run", steps=3, cache_dir=tmp_path)
+        assert paused.history[-1]["skipped"] == 2, "more steps may follow"
+    nothing = replace(own, data=Spoilt(first=1), steps=1)
+    with pytest.raises(ValueError, match="gradients of the only step, up to step 1"):
+        jaxtrain.train(nothing, mesh, cache_dir=tmp_path)
+
+
 def made_again(run: Path) -> None:
     """As by a save that is in flight, which may be there first."""
     run.rename(run.with_name("away"))
@@ -314,12 +360,31 @@ def test_at_the_least_loss_scale_too(own: jaxtrain.Experiment, tmp_path: Path) -
         jaxtrain.train(lost, jaxtrain.mesh_from_axes(data=1), cache_dir=tmp_path)
 
 
+def test_a_run_that_ends_while_its_loss_scale_is_searched_says_that_it_has_learnt_nothing(
+    own: jaxtrain.Experiment, tmp_path: Path
+) -> None:
+    """More steps may find one; a run that has taken an update says nothing."""
+    scaled = jaxtrain.optim.Precision(loss_scale=jaxtrain.optim.LossScale())
+    searching = replace(own, data=Spoilt(first=1), precision=scaled)
+    told = []
+    for steps in (2, 3):
+        stream = io.StringIO()
+        jaxtrain.train(
+            searching, jaxtrain.mesh_from_axes(data=1), steps=steps, cache_dir=tmp_path,
+            stream=stream,
+        )  # fmt: skip
+        told.append("nothing was learnt; take more steps" in stream.getvalue())
+    assert told == [True, False]
+
+
 @dataclass(frozen=True)
 class Spoilt:
-    """A bigram chain in which two of three steps of 8 rows have an infinite weight."""
+    """A bigram chain in which two of three steps of 8 rows have an infinite weight. first: which of
+    the three comes first."""
 
     vocab: int = 16
     seq: int = 8
+    first: int = 0
     isolate_documents: bool = False
 
     def open(self, split: str, *, seed: int, cache_dir: Path) -> Any:
@@ -328,7 +393,7 @@ class Spoilt:
 
         def rows(indices: Any) -> Any:
             batch = clean(indices)
-            batch["weights"][np.asarray(indices) // 8 % 3 > 0] = np.inf
+            batch["weights"][(np.asarray(indices) // 8 + self.first) % 3 > 0] = np.inf
             return batch
 
         dataset.rows = rows

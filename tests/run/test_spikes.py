@@ -415,19 +415,31 @@ def test_losses_from_before_a_rollback_are_not_compared(train, monkeypatch) -> N
     assert "NOTE step" not in said
 
 
-def test_skipped_steps_are_counted_from_where_the_run_is_again() -> None:
+def readings_of(session: SimpleNamespace) -> tuple[Readings, Callable[[int, int], None]]:
+    """Readings, and a function that gives them a step's metrics: (step, skipped so far)."""
     quiet = SimpleNamespace(of=lambda *_: {}, metrics=dict)
-    session = SimpleNamespace(
-        state=SimpleNamespace(skipped=0),
-        loader=SimpleNamespace(wait_s=0.0),
-        experiment=SimpleNamespace(precision=SimpleNamespace(loss_scale=None)),
-    )
     readings = Readings(cast(Any, session), cast(Any, quiet), cast(Any, quiet), lambda *_: None)
 
     def give(step: int, skipped: int) -> None:
         readings.take(step, {"loss": 1.0, "weight": 8.0, "skipped": skipped})
         readings.flush()
 
+    return readings, give
+
+
+@pytest.fixture
+def unscaled() -> SimpleNamespace:
+    """A session at its beginning, without a loss scale."""
+    return SimpleNamespace(
+        start=0,
+        state=SimpleNamespace(skipped=0),
+        loader=SimpleNamespace(wait_s=0.0),
+        experiment=SimpleNamespace(precision=SimpleNamespace(loss_scale=None)),
+    )
+
+
+def test_skipped_steps_are_counted_from_where_the_run_is_again(unscaled) -> None:
+    readings, give = readings_of(unscaled)
     for step in range(1, SKIPPED_AT_MOST):
         give(step, step)
     readings.go_back(0)
@@ -442,6 +454,81 @@ def test_skipped_steps_are_counted_from_where_the_run_is_again() -> None:
     give(SKIPPED_AT_MOST + 1, SKIPPED_AT_MOST)
     with pytest.raises(ValueError, match="20 steps in a row"):
         readings.refuse_skipping()
+
+
+def test_steps_that_come_again_are_not_in_a_row_with_those_before(unscaled) -> None:
+    readings, give = readings_of(unscaled)
+    for step in range(1, 6):
+        give(step, 0)
+    readings.go_back(0)
+    for step in range(1, SKIPPED_AT_MOST + 1):
+        give(step, step)
+    with pytest.raises(ValueError, match="20 steps in a row"):
+        readings.refuse_skipping()
+
+
+def test_steps_skipped_before_a_stop_count_if_no_other_was_taken(unscaled) -> None:
+    unscaled.start, unscaled.state.skipped = 5, 5
+    readings, give = readings_of(unscaled)
+    for step in range(6, 10):
+        give(step, step)
+    with pytest.raises(ValueError, match="9 steps in a row, up to step 9"):
+        readings.refuse_skipping(ends=True)
+    unscaled.state.skipped = 4
+    readings, give = readings_of(unscaled)
+    for step in range(6, 10):
+        give(step, step - 1)
+    readings.refuse_skipping(ends=True)
+
+
+def test_a_constant_loss_scale_is_not_searched(unscaled) -> None:
+    unscaled.experiment.precision.loss_scale = jaxtrain.optim.LossScale(initial=4.0, factor=1)
+    unscaled.start = unscaled.state.skipped = 9
+    readings, _ = readings_of(unscaled)
+    readings.read_again([{"step": 9, "loss": 1.0, "skipped": 9, "loss_scale": 4.0}])
+    with pytest.raises(ValueError, match="9 steps in a row"):
+        readings.refuse_skipping(ends=True)
+
+
+def test_a_file_that_lacks_steps_says_nothing_of_a_loss_scale_between(unscaled) -> None:
+    """They may have lowered it; those that are logged at its least count."""
+    unscaled.experiment.precision.loss_scale = jaxtrain.optim.LossScale(initial=4.0)
+    unscaled.start = unscaled.state.skipped = 22
+    readings, _ = readings_of(unscaled)
+    scales = {1: 2.0, 10: 1.0, 20: 1.0, 22: 1.0}
+    readings.read_again(
+        {"step": step, "loss": 1.0, "skipped": step, "loss_scale": scale}
+        for step, scale in scales.items()
+    )
+    readings.refuse_skipping(ends=True)
+
+
+def test_a_long_run_may_end_with_fewer_skipped_steps_than_end_it(unscaled) -> None:
+    readings, give = readings_of(unscaled)
+    for step in range(1, 3 * SKIPPED_AT_MOST):
+        give(step, max(0, step - 2 * SKIPPED_AT_MOST))
+    readings.refuse_skipping(ends=True)
+    give(3 * SKIPPED_AT_MOST, SKIPPED_AT_MOST)
+    with pytest.raises(ValueError, match="20 steps in a row"):
+        readings.refuse_skipping(ends=True)
+
+
+@pytest.mark.parametrize(
+    ("logged", "in_a_row"),
+    [([], 0), ([(4, 0), (8, 2), (9, 3)], 0), ([(1, 0), (5, 4), (9, 8)], 8), ([(9, 9)], 9)],
+)
+def test_steps_that_are_not_logged_were_skipped_where_all_of_them_were(
+    logged, in_a_row, unscaled
+) -> None:
+    """A file that begins later, or lacks steps, tells how many were skipped till then."""
+    unscaled.start, unscaled.state.skipped = 9, logged[-1][1] if logged else 0
+    readings, _ = readings_of(unscaled)
+    readings.read_again({"step": step, "loss": 1.0, "skipped": n} for step, n in logged)
+    if not in_a_row:
+        readings.refuse_skipping(ends=True)
+        return
+    with pytest.raises(ValueError, match=f"gradients of {in_a_row} steps in a row, up to step 9"):
+        readings.refuse_skipping(ends=True)
 
 
 def test_a_trace_ends_where_the_run_goes_back(tmp_path: Path, monkeypatch) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
+from service import play
 
 import jaxtrain
 from jaxtrain import cli
+from jaxtrain.cluster.agreement import FailedTogether, all_gather_text
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.inspection import evaluate_tasks, harness_model
 from jaxtrain.session import tasks as session_tasks
@@ -67,18 +73,82 @@ def test_a_run_without_the_harness_is_refused_before_it_compiles(
         jaxtrain.check(replace(decoder, evaluation=tasks, data=text), "cpu_1")
 
 
+class Scripted:
+    """Tasks whose metrics score these texts in turn; an exception is raised in its place."""
+
+    def __init__(self, *turns: Any) -> None:
+        self.turns = turns
+
+    def metrics(self, scorer: Any) -> dict[str, float]:
+        for turn in self.turns:
+            if isinstance(turn, Exception):
+                raise turn
+            scorer(turn)
+        return {"acc/a": float(len(self.turns))}
+
+
+def evaluated_on(processes: list[Scripted], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What an evaluation gives or raises on each process; all meet once more after it."""
+    model = SimpleNamespace(HarnessModel=lambda vocabulary, seq, scorer: scorer)
+    monkeypatch.setitem(sys.modules, "jaxtrain.tasks.language_model", cast(Any, model))
+
+    def act(index: int) -> dict[str, float]:
+        tasks = object.__new__(session_tasks.EvaluatedTasks)
+        vars(tasks).update(_tasks=processes[index], _vocabulary=None, _seq=8)
+        vars(tasks)["_scorer"] = lambda params, model_state, texts: texts
+        try:
+            return tasks({}, {})
+        finally:
+            assert all_gather_text("next", within_s=5) == ["next"] * len(processes)
+
+    return play(monkeypatch, len(processes), act)
+
+
+TEXTS = [[1, 2], [3]]
+
+
 def test_processes_score_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    digests: list[str] = []
-    monkeypatch.setattr(session_tasks, "all_gather_text", lambda text: [text, *digests])
-    session_tasks.refuse_other_texts([[1, 2], [3]])
-    digests.append("other")
-    with pytest.raises(ValueError, match="processes have different texts of the same tasks"):
-        session_tasks.refuse_other_texts([[1, 2], [3]])
-    seen: list[str] = []
-    monkeypatch.setattr(session_tasks, "all_gather_text", lambda text: seen.append(text) or [text])
-    for texts in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]], [(1, 2), (3,)]):
-        session_tasks.refuse_other_texts(texts)
-    assert len({*seen}) == 3 and seen[0] == seen[3]
+    same = [Scripted(TEXTS, [[1, 2, 3]]), Scripted([(1, 2), (3,)], [[1, 2, 3]])]
+    assert evaluated_on(same, monkeypatch) == [{"acc/a": 2.0}] * 2
+    for other in (Scripted([[1], [2, 3]]), Scripted([[1, 2, 3]]), Scripted(), Scripted(TEXTS, [])):
+        errors = evaluated_on([Scripted(TEXTS), other], monkeypatch)
+        assert [type(error) for error in errors] == [ValueError] * 2
+        assert "processes have different texts of the same tasks" in str(errors[0])
+
+
+def test_a_metric_that_goes_on_after_a_failure_meets_no_other(monkeypatch) -> None:
+    class Stubborn(Scripted):
+        def metrics(self, scorer: Any) -> dict[str, float]:
+            for turn in self.turns:
+                with suppress(ValueError):
+                    scorer(turn)
+            return {}
+
+    errors = evaluated_on([Stubborn(TEXTS, TEXTS), Scripted([[1]])], monkeypatch)
+    assert [type(error) for error in errors] == [ValueError] * 2
+
+
+def test_errors_of_collectives_keep_their_type(monkeypatch) -> None:
+    """They name what would fit where memory is short, and differ between processes."""
+    each = [Scripted(TEXTS, jax.errors.JaxRuntimeError(f"device {n}")) for n in range(2)]
+    errors = evaluated_on(each, monkeypatch)
+    assert [(type(e), str(e)) for e in errors] == [
+        (jax.errors.JaxRuntimeError, f"device {n}") for n in range(2)
+    ]
+
+
+@pytest.mark.parametrize("before", [(), (TEXTS,), (TEXTS, [[4, 5]])])
+@pytest.mark.parametrize("error", [KeyError("x"), ValueError("no number")])
+def test_what_fails_on_one_process_fails_on_all(
+    error: Exception, before: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a text is scored, between texts, and in a metric of them all."""
+    whole = Scripted(TEXTS, [[4, 5]])
+    errors = evaluated_on([whole, Scripted(*before, error), whole], monkeypatch)
+    kind = ValueError if isinstance(error, ValueError) else FailedTogether
+    text = "no number" if isinstance(error, ValueError) else "KeyError: 'x'"
+    # The turns of others are texts, and no failures, where it fails.
+    assert [(type(e), str(e)) for e in errors] == [(kind, f"process 1: {text}")] * 3
 
 
 @pytest.mark.parametrize(

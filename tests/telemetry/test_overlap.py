@@ -221,6 +221,49 @@ def test_what_is_awaited_first_is_hidden_first() -> None:
     assert found.exposed_bytes == 0
 
 
+OUTER = f"""%outer (s: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
+  %s = (s32[], f32[8,8]{{1,0}}) parameter(0)
+  %z = f32[8,8]{{1,0}} get-tuple-element(%s), index=1
+  %b = (f32[8,8], f32[8,8]) collective-permute-start(%z), {RING}
+  %u = (s32[], f32[8,8]) while(%s), condition=%condition, body=%body, \
+backend_config={{"known_trip_count":{{"n":"5"}}}}
+  %b.done = f32[8,8]{{1,0}} collective-permute-done(%b)
+  ROOT %v = (s32[], f32[8,8]) tuple(%i, %b.done)
+}}
+"""
+CALLED = f"""%aside (q: f32[8,8]) -> f32[8,8] {{
+  %q = f32[8,8]{{1,0}} parameter(0)
+  %p = (f32[8,8], f32[8,8]) collective-permute-start(%q), {RING}
+  %d = f32[8,8]{{1,0}} dot(%q, %q), {DOT}
+  %p.done = f32[8,8]{{1,0}} collective-permute-done(%p)
+  ROOT %d.2 = f32[8,8]{{1,0}} dot(%d, %p.done), {DOT}
+}}
+"""
+NESTED = {
+    # Lines between a's start and done, other computations -> eighths of 256 bytes that are hidden
+    # in all runs of each permute. A link sends an eighth of them in the time of one product.
+    # Each turn of the loop has two products, one of them beside its own permute.
+    "a loop": (WHILE, LOOP, {"p": 5, "a": 5}),
+    "a loop twice": ((*WHILE, WHILE[1].replace("%w", "%w.2")), LOOP, {"p": 10, "a": 8}),
+    "a loop, and a product": ((*WHILE, dot("d")), LOOP, {"p": 5, "a": 6}),
+    "a loop in a loop": (
+        (WHILE[0], WHILE[1].replace("%body", "%outer").replace('"5"', '"3"')),
+        LOOP + OUTER,
+        {"p": 15, "b": 15, "a": 0},
+    ),
+    "a call": (("%c = f32[8,8] call(%x), to_apply=%aside",), CALLED, {"p": 1, "a": 1}),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_a_loop_hides_with_what_its_own_collectives_leave(case: str) -> None:
+    lines, other, eighths = NESTED[case]
+    windows = overlaps(scheduled(start("a"), *lines, done("a"), other=other))
+    pace = 256 / (8 * FLOPS)
+    each = tally(windows, lambda window: window.parts[0].name, lambda window: pace)
+    assert {name: found.hidden_bytes / 32 for name, found in each.items()} == eighths
+
+
 def test_a_kernel_hides_what_its_flops_say() -> None:
     kernel = '%k = f32[8,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"'
     text = scheduled(start("a"), kernel, done("a"))
