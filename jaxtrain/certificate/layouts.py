@@ -33,6 +33,7 @@ from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.elementwise import SGD
 from jaxtrain.optim.precision import Precision, bf16, fp32
 from jaxtrain.pipeline.config import Pipeline
+from jaxtrain.step.tuning import adapters_of
 from jaxtrain.validation.batch import batch_sizes
 
 
@@ -340,9 +341,9 @@ def _optimizer(layout: Layout, experiment: Experiment) -> tuple[Any, float | Non
     """Returns the optimizer and the decay of averaged weights."""
     if layout.optimizer == "own":
         return experiment.optimizer, experiment.ema_decay
-    lora = None if experiment.fine_tuning is None else experiment.fine_tuning.lora
+    adapters, _ = adapters_of(experiment)
     # Both an adapter's gradient and its product have the scale.
-    scale = 1.0 if lora is None else max(1.0, lora.alpha / lora.rank)
+    scale = 1.0 if adapters is None else max(1.0, adapters.scale)
     return SGD(SGD_RATE / scale**2, momentum=0.9, weight_decay=0.1), AVERAGES_DECAY
 
 

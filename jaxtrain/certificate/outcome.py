@@ -28,7 +28,12 @@ from jaxtrain.session.first_state import initial_program
 from jaxtrain.session.rows import open_split
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
 from jaxtrain.step.batches import fields_of
-from jaxtrain.step.layer_order import natural_shapes, params_in_natural_order, to_natural_order
+from jaxtrain.step.layer_order import (
+    natural_shapes,
+    params_in_natural_order,
+    to_natural_order,
+    to_rest_order,
+)
 from jaxtrain.step.state import TrainState, shardings, state_axes_of
 from jaxtrain.step.train_step import make_train_step
 from jaxtrain.violations import raise_violations
@@ -158,9 +163,8 @@ def _drawn_adapters(assembly: Assembly, state_shardings: TrainState) -> dict[str
             continue
         generator = np.random.default_rng(zlib.crc32(name.encode()))
         values = B_STD * generator.standard_normal(leaf.shape, np.float32)
-        if assembly.pipeline is not None and "layers" in assembly.places[name].axes:
-            values = assembly.pipeline.layout.to_slots(values)
-        drawn[name] = jax.device_put(values, state_shardings.params[name])
+        at_rest = to_rest_order(assembly, values, assembly.places[name].axes)
+        drawn[name] = jax.device_put(at_rest, state_shardings.params[name])
     return drawn
 
 

@@ -21,7 +21,7 @@ from jaxtrain.data.dataset import Batch, Data, Dataset
 from jaxtrain.models.routers import replays
 from jaxtrain.moe.replay import Replay, Routing
 from jaxtrain.step.assembly import Assembly
-from jaxtrain.step.layer_order import params_in_natural_order
+from jaxtrain.step.layer_order import params_in_natural_order, to_rest_order
 from jaxtrain.step.state import TrainState
 
 StepRouting = Mapping[int, Routing]
@@ -80,15 +80,14 @@ class Replays(NamedTuple):
 
     def with_routing(self, state: TrainState, routing: StepRouting) -> TrainState:
         """Returns the state in which tokens use the experts of `routing`."""
-        leaves, pipeline = {}, self.assembly.pipeline
+        leaves = {}
         for name, (replay, layers) in self._leaves().items():
             if not routing.keys() >= set(layers):
                 continue
-            stacked = "layers" in self.assembly.places[name].axes
+            axes = self.assembly.places[name].axes
             values = [replay.value(routing[layer].chosen) for layer in layers]
-            leaf = np.stack(values) if stacked else values[0]
-            if stacked and pipeline is not None:
-                leaf = pipeline.layout.to_slots(leaf)
+            leaf = np.stack(values) if "layers" in axes else values[0]
+            leaf = to_rest_order(self.assembly, leaf, axes)
             leaves[name] = jax.device_put(leaf, self.shardings.params[name])
         return replace(state, params={**state.params, **leaves})
 

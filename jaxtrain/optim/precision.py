@@ -133,6 +133,11 @@ class Precision:
         return next((name for name, value in presets.items() if value == self), short_repr(self))
 
 
+def searched(scale: LossScale | None) -> LossScale | None:
+    """Returns a loss scale that skipped steps lower; None for a constant one, and for none."""
+    return None if scale is None or scale.factor == 1 else scale
+
+
 def _products_like(value: Any) -> str:
     """Returns the products that were probably meant by a name or by a class."""
     name = str(getattr(value, "__name__", value)).lower()

@@ -18,7 +18,7 @@ from jaxtrain.program.collectives import Collective, collectives, is_opaque
 from jaxtrain.program.loops import trip_count
 from jaxtrain.program.matmul import matmul_flops
 from jaxtrain.program.text import Computation, Instruction, Module, calls, parse
-from jaxtrain.program.totals import fold
+from jaxtrain.program.totals import callees, fold
 
 _Key = TypeVar("_Key")
 
@@ -221,8 +221,8 @@ def _windows(module: Module, kernel_flops: float) -> dict[str, tuple[ScheduledWo
     def scheduled(name: str, index: int) -> ScheduledWork:
         body, instruction = module.computations[name], listed(name)[index]
         total = work(body, instruction)
-        below = called(body, instruction) if total else Counter()
-        return ScheduledWork((name, index), total, tuple(sorted(below.items())))
+        inner = called(body, instruction) if total else Counter()
+        return ScheduledWork((name, index), total, tuple(sorted(inner.items())))
 
     return {
         name: tuple(scheduled(body.name, index) for index in window)
@@ -312,12 +312,12 @@ def _called_of(
         return total
 
     def called(body: Computation, instruction: Instruction) -> Counter[str]:
-        runs, names = 1, [name for group in calls(instruction) for name in group]
-        if instruction.opcode == "while" and work(body, instruction):
+        once, runs = Counter[str](), 1
+        if instruction.opcode == "while":
+            if not work(body, instruction):
+                return once
             runs = trip_count(module, body, instruction)
-            names = [instruction.names(key)[0] for key in ("condition", "body")]
-        once = Counter[str]()
-        for name in names:
+        for name in callees(instruction):
             once.update(inside(name))
         return Counter({name: runs * count for name, count in once.items()})
 

@@ -67,7 +67,8 @@ class _Fold(Generic[_T]):
         """True if a computation, or one that it calls, has a conditional."""
         if name not in self._branching:
             self._branching[name] = any(
-                instruction.opcode == "conditional" or any(map(self._branches, _below(instruction)))
+                instruction.opcode == "conditional"
+                or any(map(self._branches, callees(instruction)))
                 for instruction in self._instructions(name)
             )
         return self._branching[name]
@@ -112,7 +113,7 @@ def _is_fallback(branch: Computation) -> bool:
     return any(FALLBACK in op.op_name.split("/") for op in branch.instructions.values())
 
 
-def _below(op: Instruction) -> list[str]:
+def callees(op: Instruction) -> list[str]:
     """Computations that an instruction calls, the body of a loop included."""
     body = op.names("body") + op.names("condition") if op.opcode == "while" else ()
     return [*body, *(name for group in calls(op) for name in group)]

@@ -42,9 +42,10 @@ def refuse_other_runs(experiment: Experiment, spec: MeshSpec, run: Path | None, 
         HOST: socket.gethostname(),
     }
     all_runs = [json.loads(text) for text in all_gather_text(json.dumps(own))]
+    first_on: dict[str, int] = {}
     for process, run_here in enumerate(all_runs):
         # A shared directory may have another path on another host.
-        neighbour = next(i for i, other in enumerate(all_runs) if other[HOST] == run_here[HOST])
+        neighbour = first_on.setdefault(run_here[HOST], process)
         for other, names in ((0, run_here.keys() - {HOST, RUN_DIR}), (neighbour, {RUN_DIR})):
             differing = [n for n in own if n in names and all_runs[other][n] != run_here[n]]
             if differing:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxtrain.cluster.pace import Pace
+from jaxtrain.optim.precision import searched
 from jaxtrain.run.history import History
 from jaxtrain.session.rates import Rates
 from jaxtrain.session.session import Session
@@ -77,13 +78,8 @@ class Readings:
     def _count_from(self, step: int) -> None:
         """Counts anew, from the state after `step` steps: all of them if all were skipped."""
         self._done, self._skipped = step, int(self.session.state.skipped)
-        self._in_a_row = step if self._skipped == step and not self._searches else 0
-
-    @property
-    def _searches(self) -> bool:
-        """True if skipped steps lower a loss scale."""
-        scale = self.session.experiment.precision.loss_scale
-        return scale is not None and scale.factor != 1
+        scale = searched(self.session.experiment.precision.loss_scale)
+        self._in_a_row = step if self._skipped == step and scale is None else 0
 
     def _count_skipped(self, step: int, values: Mapping[str, Any]) -> None:
         """Counts steps skipped in a row; a step that only lowers the loss scale does not count.
@@ -91,11 +87,12 @@ class Readings:
         A metrics file may lack the steps before `step`. All of them were skipped if the count of
         skipped ones grew by as many; with a loss scale to search only `step` itself counts then.
         """
-        scale, skipped = self.session.experiment.precision.loss_scale, int(values["skipped"])
+        scale = searched(self.session.experiment.precision.loss_scale)
+        skipped = int(values["skipped"])
         steps = step - self._done
         if skipped - self._skipped < steps:
             self._in_a_row = 0
-        elif scale is None or not self._searches:
+        elif scale is None:
             self._in_a_row += steps
         elif values["loss_scale"] <= scale.minimum:
             self._in_a_row += 1

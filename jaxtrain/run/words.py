@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxtrain.data import TextData, reference_bits
 from jaxtrain.experiment import Sample
+from jaxtrain.optim.precision import searched
 from jaxtrain.run.result import Result
 from jaxtrain.session.memory import parameter_counts
 from jaxtrain.session.session import Session
@@ -30,8 +31,7 @@ def finish(result: Result, session: Session, tell: Callable[[str], None]) -> Non
     if result.history and all(line.get("loss", 0.0) is None for line in result.history):
         tell("NOTE no token of any batch had a weight above 0: nothing was learnt")
     if 0 < int(session.state.step) == int(session.state.skipped):
-        scale = e.precision.loss_scale
-        searches = scale is not None and scale.factor != 1
+        searches = searched(e.precision.loss_scale) is not None
         tell(
             "NOTE no step had finite gradients, so each was skipped: nothing was learnt"
             + "; take more steps, which lower the loss scale" * searches

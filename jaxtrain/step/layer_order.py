@@ -69,6 +69,14 @@ def to_natural_order(assembly: Assembly, leaf: Any, axes: LogicalAxes) -> Any:
     return layout.from_slots(leaf, _first_dim(layout, axes))
 
 
+def to_rest_order(assembly: Assembly, leaf: Any, axes: LogicalAxes) -> Any:
+    """Inverse of `to_natural_order`."""
+    if assembly.pipeline is None or "layers" not in axes:
+        return leaf
+    layout = assembly.pipeline.layout
+    return layout.to_slots(leaf, _first_dim(layout, axes))
+
+
 @dataclass(frozen=True, eq=False)
 class AtRest:
     """Sharding and storage order of a state of `assembly` on `mesh`."""
