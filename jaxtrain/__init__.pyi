@@ -21,7 +21,6 @@ from . import tasks as tasks
 from . import transformer as transformer
 from .certificate.certify import certify as certify
 from .checkpoint.policy import SavePolicy as SavePolicy
-from .checkpoint.verify import verify as verify
 from .contract.compile import compile as compile
 from .data import TextData as TextData
 from .data import TextFiles as TextFiles
@@ -40,8 +39,10 @@ from .experiment import Sample as Sample
 from .experiment import load_experiment as load_experiment
 from .huggingface import huggingface_config as huggingface_config
 from .inspection.evaluate import evaluate as evaluate
+from .inspection.listing import runs as runs
 from .inspection.load import load as load
 from .inspection.score import score as score
+from .inspection.verify import verify as verify
 from .machines.elastic import elastic as elastic
 from .mesh.mesh import MeshSpec as MeshSpec
 from .mesh.mesh import load_mesh as load_mesh
@@ -65,7 +66,6 @@ from .pipeline.config import Pipeline as Pipeline
 from .pipeline.picture import schedule as schedule
 from .run.callback import Callback as Callback
 from .run.callback import Run as Run
-from .run.listing import runs as runs
 from .run.loop import train as train
 from .run.result import Result as Result
 from .session.check import check as check

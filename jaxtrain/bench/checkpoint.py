@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import SavePolicy
+from jaxtrain.files.store import AnyPath, reading
 from jaxtrain.files.stores import local_path
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.mesh.spare_memory import spare_bytes
@@ -328,11 +329,10 @@ def _forget(directory: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _unverified(directory: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-    with (directory / chunk.pack).open("rb", buffering=0) as file:
+def _unverified(directory: AnyPath, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+    with reading(directory / chunk.pack, chunk.offset, chunk.size) as file:
         data = np.empty(chunk.size, np.uint8)
-        file.seek(chunk.offset)
-        assert file.readinto(data.data) == chunk.size
+        assert file is not None and file.readinto(data.data) == chunk.size
     return data.view(dtype).reshape(chunk.box.shape)
 
 

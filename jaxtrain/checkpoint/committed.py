@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,13 +11,15 @@ from jaxtyping import PyTree
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
+    FailedStorage,
+    answering,
     committed_steps,
     newest,
     refuse_to_begin_again,
     whole_manifest,
 )
 from jaxtrain.cluster.agreement import all_gather_union, from_first, share_failure
-from jaxtrain.files.stores import local_path
+from jaxtrain.files.store import AnyPath, any_path
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.manifest import Foreign, Manifest
 from jaxtrain.state_format.reader import Damaged, Read, read_arrays, verify_chunks
@@ -29,9 +30,8 @@ class CommittedSteps:
     """The committed steps in one directory, for reading. All processes make the same calls in the
     same order."""
 
-    def __init__(self, directory: Path) -> None:
-        # Orbax refuses a relative one.
-        self.directory = local_path("directory", directory).absolute()
+    def __init__(self, directory: str | AnyPath) -> None:
+        self.directory = any_path("directory", directory)  # Orbax refuses a relative one
         self.foreign: Foreign = lambda metadata: []
         """Returns reasons to skip a step with this metadata, as damaged steps are skipped."""
         self.damaged: dict[int, DamagedCheckpoint] = {}
@@ -39,8 +39,9 @@ class CommittedSteps:
         self._trusted: set[int] = set()  # steps that this start has written, or read whole
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
-        return committed_steps(self.directory)
+        """The committed steps, ascending. Raises OSError, FailedStorage for a store."""
+        with answering(self.directory, 0):
+            return committed_steps(self.directory)
 
     def agreed_steps(self) -> list[int]:
         """Returns the committed steps as process 0 sees them, which makes and removes them: a file
@@ -84,9 +85,12 @@ class CommittedSteps:
             manifest = whole_manifest(self.directory, step)
         except DamagedCheckpoint as error:
             return error.damages
+        except FailedStorage:
+            raise
         except CheckpointError as error:
             return [str(error)]
-        return verify_chunks(manifest) if chunks else self.foreign(manifest.metadata)
+        with answering(self.directory, step):
+            return verify_chunks(manifest) if chunks else self.foreign(manifest.metadata)
 
     def _note(self, step: int, damages: list[str]) -> None:
         """Adds the step to `damaged` of every process if one has found damages."""
@@ -118,12 +122,15 @@ class CommittedSteps:
                 f"{len(problems)} places:\n  " + "\n  ".join(problems) + "\nresume with the "
                 "experiment that saved it, or start a new run with another --run-dir"
             )
-        damages: list[str] = []
-        arrays: dict[str, jax.Array] = {}
-        try:
-            arrays = read_arrays(manifest, leaf_table.to_request(named), read, slots)
-        except Damaged as error:
-            damages = error.damages
+
+        def read_whole() -> tuple[dict[str, jax.Array], list[str]]:
+            try:
+                with answering(self.directory, step):
+                    return read_arrays(manifest, leaf_table.to_request(named), read, slots), []
+            except Damaged as error:
+                return {}, error.damages
+
+        arrays, damages = share_failure(read_whole)
         self._note(step, damages)
         if step in self.damaged:
             raise self.damaged[step]
@@ -133,5 +140,6 @@ class CommittedSteps:
         return jax.tree.unflatten(jax.tree.structure(template), placed), manifest.metadata
 
     def manifest(self, step: int) -> Manifest:
-        """Returns the manifest of `step`: leaves, metadata, chunks. Raises as `restore`."""
-        return whole_manifest(self.directory, step)
+        """Returns the manifest of `step`: leaves, metadata, chunks. Raises as `restore`, on all
+        processes."""
+        return share_failure(lambda: whole_manifest(self.directory, step))

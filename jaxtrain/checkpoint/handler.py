@@ -11,14 +11,14 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxtrain.checkpoint.storage import describe
+from jaxtrain.checkpoint.storage import describe, remove_unfinished
 from jaxtrain.cluster.agreement import share_failure
+from jaxtrain.files.store import AnyPath, from_orbax, is_local, names_in, put, remove_file
 from jaxtrain.state_format.leaves import LeafRecord
 from jaxtrain.state_format.manifest import (
     FAILED,
@@ -28,7 +28,6 @@ from jaxtrain.state_format.manifest import (
     take_parts,
     write_manifest,
     write_part,
-    write_synced,
 )
 from jaxtrain.state_format.pack import NOTHING, Earlier, Sharing, write_chunks
 from jaxtrain.state_format.parts import OwnedParts
@@ -50,14 +49,14 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
     async def _write(self, directory: os.PathLike[str], args: ChunkSave) -> None:
         # If one process fails all do: in Orbax, the others would wait for it. They hear of it from
         # the coordination service, which needs no room on a full disk.
-        share_failure(lambda: _write_own(Path(directory), args), under=args.key)
+        share_failure(lambda: _write_own(from_orbax(directory), args), under=args.key)
 
     def finalize(self, directory: os.PathLike[str]) -> None:
         """Writes the manifest, or the reason for its absence into the file `FAILED`. Runs on
         process 0 when all have written."""
         saving, self._saving = self._saving, None
         assert saving is not None, "Orbax finalizes what it began to save"
-        place = Path(directory)
+        place = from_orbax(directory)
         try:
             chunks = take_parts(place, jax.process_count())
             write_manifest(place, saving.step, saving.records, saving.metadata, chunks)
@@ -66,9 +65,10 @@ class ChunkHandler(ocp.AsyncCheckpointHandler):
                 raise
             # Without its manifest a step has failed, whether or not there is room for the reason.
             with suppress(OSError):
-                for path in (place / NAME, *place.glob("*.pack")):
-                    path.unlink(missing_ok=True)
-                write_synced(place / FAILED, f"process 0: {describe(error)}".encode())
+                for name in names_in(place):
+                    if name == NAME or name.endswith(".pack"):
+                        remove_file(place / name)
+                put(place / FAILED, f"process 0: {describe(error)}".encode())
 
     def save(self, directory: os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("steps are saved asynchronously, by CheckpointManager.save")
@@ -86,8 +86,8 @@ class ChunkSave(ocp.args.CheckpointArgs):
     step: int
     records: dict[str, LeafRecord]
     metadata: dict[str, Any]
-    source: Path | None
-    apart: Path | None
+    source: AnyPath | None
+    apart: AnyPath | None
     parts: OwnedParts = field(repr=False)
     key: str = ""
 
@@ -98,12 +98,19 @@ class ChunkRestore(ocp.args.CheckpointArgs):
     """Placeholder that Orbax requires; nothing is restored through it."""
 
 
-def open_orbax(directory: Path) -> ocp.CheckpointManager:
-    """Returns Orbax's manager of a directory, set to remove no committed step."""
+def open_orbax(directory: AnyPath) -> ocp.CheckpointManager:
+    """Returns Orbax's manager of a directory, set to remove no committed step. What a killed run
+    left half written is removed."""
+    if not is_local(directory) and jax.process_index() == 0:
+        remove_unfinished(directory)
     logging.getLogger("absl").addFilter(_not_from_orbax)
+    modes = ocp.options.AtomicityMode
+    mode = modes.AUTO if is_local(directory) else modes.COMMIT_FILE
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(None),  # all
-        cleanup_tmp_directories=True,  # what a killed run left half written
+        # Of what a killed run left half written; in a store of all that is not committed.
+        cleanup_tmp_directories=is_local(directory),
+        atomicity_options=ocp.options.AtomicityOptions(mode=mode),
         # Made behind the step, a directory that cannot be made leaves threads waiting for it.
         async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
     )
@@ -115,7 +122,7 @@ def composite(saving: ChunkSave) -> ocp.args.Composite:
     return ocp.args.Composite(**{ITEM: saving})
 
 
-def _write_own(place: Path, args: ChunkSave) -> None:
+def _write_own(place: AnyPath, args: ChunkSave) -> None:
     """Writes the chunks of this process."""
     process = jax.process_index()
     parts = args.parts.take()  # its copy of the state is freed with this frame
@@ -128,10 +135,10 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
-def _earlier(step: Path | None) -> Earlier:
+def _earlier(step: AnyPath | None) -> Earlier:
     if step is None:
         return NOTHING
     try:
         return read_manifest(step).earlier()
-    except ValueError:  # damaged since: everything is written
+    except (OSError, ValueError):  # damaged since, or no answer: everything is written
         return NOTHING

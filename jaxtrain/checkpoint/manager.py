@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,12 +26,13 @@ from jaxtrain.checkpoint.storage import (
     make_and_remove,
     newest,
     refuse_step,
+    remove_uncommitted,
     remove_unfinished,
     set_aside,
     unfinished_bytes,
-    whole_manifest,
 )
 from jaxtrain.cluster.agreement import all_gather_union, fresh_key, from_first, share_failure
+from jaxtrain.files.store import AnyPath
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.manifest import refuse_other_step
 from jaxtrain.state_format.parts import owned_parts
@@ -64,7 +64,9 @@ class CheckpointManager(CommittedSteps):
     mtbf_s: mean time between failures of the machines together, for `Minutes` of the policy.
     """
 
-    def __init__(self, directory: Path, policy: SavePolicy, *, mtbf_s: float | None = None) -> None:
+    def __init__(
+        self, directory: str | AnyPath, policy: SavePolicy, *, mtbf_s: float | None = None
+    ) -> None:
         super().__init__(directory)
         self.policy = policy
         self.clock = SaveClock(policy.every, mtbf_s)
@@ -82,13 +84,13 @@ class CheckpointManager(CommittedSteps):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def set_damaged_aside(self) -> dict[int, Path]:
+    def set_damaged_aside(self) -> dict[int, AnyPath]:
         """Renames the damaged steps, which frees their numbers. Returns their new paths."""
         steps = sorted(self.damaged.keys() & self._steps_of_all(), reverse=True)
         if not steps:
             return {}
 
-        def rename() -> dict[int, Path]:
+        def rename() -> dict[int, AnyPath]:
             if jax.process_index():
                 return {}
             return {step: set_aside(self.directory, step) for step in steps}
@@ -188,7 +190,7 @@ class CheckpointManager(CommittedSteps):
             CheckpointError: there is no such committed step.
         """
         self.wait()
-        return self.restore_from(whole_manifest(self.directory, step), step, template, slots)
+        return self.restore_from(self.manifest(step), step, template, slots)
 
     def discard_after(self, step: int) -> list[int]:
         """Deletes every checkpoint newer than `step`, and returns their numbers.
@@ -200,8 +202,7 @@ class CheckpointManager(CommittedSteps):
 
         def discard() -> list[int]:
             abandoned = [other for other in self.steps() if other > step]
-            if self.directory.is_dir():
-                discard_steps(self.directory, abandoned)
+            discard_steps(self.directory, abandoned)
             return abandoned
 
         with self._translated("newer steps could not be discarded", step):
@@ -286,6 +287,8 @@ class CheckpointManager(CommittedSteps):
         """Returns the module that imports Orbax, and what it is to save. Raises errors of any
         type; no other process is waited for."""
         make_and_remove(self.directory)
+        if jax.process_index() == 0:  # Orbax fails where a store has some of the step
+            remove_uncommitted(self.directory, step)
         # Imported here: it costs more than a second, which a fresh run need not wait for.
         from jaxtrain.checkpoint import handler
 

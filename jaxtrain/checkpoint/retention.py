@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 from jaxtrain.checkpoint.policy import EVALUATED_BATCHES, Keep
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     FailedStorage,
+    answering,
     committed_steps,
     describe,
     discard_steps,
@@ -16,18 +16,19 @@ from jaxtrain.checkpoint.storage import (
     newest,
     whole_manifest,
 )
+from jaxtrain.files.store import AnyPath
 
 
 class Retention:
     """Removes steps by a policy. Orbax does not: it removes a step's files one by one, and a kill
     in between would leave half a step."""
 
-    def __init__(self, keep: Keep, directory: Path) -> None:
+    def __init__(self, keep: Keep, directory: AnyPath) -> None:
         self.keep, self.directory = keep, directory
         self.metrics: dict[int, dict[str, float]] = {}
         """By step: of those saved in this start, and those that were read."""
 
-    def sharing(self, step: int, trusted: Collection[int]) -> tuple[Path | None, Path | None]:
+    def sharing(self, step: int, trusted: Collection[int]) -> tuple[AnyPath | None, AnyPath | None]:
         """Returns two steps for a save of `step`, as paths or None: (source, apart).
 
         source: the save may share its files, if it is one of `trusted`. apart: is kept too, and the
@@ -57,7 +58,8 @@ class Retention:
 
     def drop_old(self, step: int) -> None:
         """Removes the steps that are not kept after `step`. Raises CheckpointError."""
-        steps = committed_steps(self.directory)
+        with answering(self.directory, step):
+            steps = committed_steps(self.directory)
         needed = self._steps_to_keep(steps)
         unwanted = [s for s in steps if s not in needed]
         try:
@@ -75,13 +77,15 @@ class Retention:
             return self.keep.select({s: {} for s in steps})
         return self.keep.select({s: self._metrics_of(s) for s in steps})
 
-    def _path(self, step: int | None) -> Path | None:
+    def _path(self, step: int | None) -> AnyPath | None:
         return None if step is None else self.directory / str(step)
 
     def _metrics_of(self, step: int) -> dict[str, float]:
         if step not in self.metrics:
             try:
                 metadata = whole_manifest(self.directory, step).metadata
+            except FailedStorage:
+                raise
             except CheckpointError:
                 metadata = {}
             self.metrics[step] = metadata.get("metrics", {})

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import enum
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from jaxtrain.checkpoint.storage import committed_steps, describe, json_text
-from jaxtrain.files.folder import file_of
 from jaxtrain.files.json_text import parse_json
-from jaxtrain.files.regular import read_text
+from jaxtrain.files.regular import replacing
+from jaxtrain.files.store import AnyPath, exists, read_named
+from jaxtrain.files.stored_run import checkpoints_in, place_of
 
 NAME = "config.json"
-CHECKPOINTS = "checkpoints"
 BRANCH = "branch"
 """The entry of config.json that says of which run's step a run is a branch."""
 BEGUN_BY = "begun_by"
@@ -25,8 +23,6 @@ REFERENCE = "reference"
 """Folder of a run directory: losses in the model that the run began with."""
 REFERENCE_KIND = "reference losses"
 """Kind of the array files in it."""
-ANEW = "begin anew by --fresh (fresh=True), which keeps this run beside it, or in another --run-dir"
-"""The ways to begin another run."""
 
 
 class Absent(enum.Enum):
@@ -50,6 +46,13 @@ class FieldDifference(NamedTuple):
         return f"{self.path} was {_shown(self.stored)}, now {_shown(self.now)}"
 
 
+def anew_in(run: AnyPath | None) -> str:
+    """Returns the ways to begin another run in place of the one in a directory."""
+    fresh = "by --fresh (fresh=True), which keeps this run beside it, or "
+    is_local = run is None or isinstance(checkpoints_in(run), Path)
+    return f"begin anew {fresh * is_local}in another --run-dir"
+
+
 def write_config(run_dir: Path, config: dict[str, Any]) -> Path:
     """Write `config` as the run directory's config.json: whole, or not at all.
 
@@ -60,7 +63,8 @@ def write_config(run_dir: Path, config: dict[str, Any]) -> Path:
     path = run_dir / NAME
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _replace(path, text + "\n")
+        with replacing(path) as file:
+            file.write(f"{text}\n".encode())
     except OSError as error:
         raise ValueError(
             f"{path} cannot be written: {describe(error)}; give another --run-dir, or make room "
@@ -69,7 +73,7 @@ def write_config(run_dir: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def read_config(run_dir: Path) -> dict[str, Any] | None:
+def read_config(run_dir: AnyPath) -> dict[str, Any] | None:
     """The stored configuration, or None where no run has been.
 
     Raises:
@@ -77,15 +81,15 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
             nobody can say whose they are.
     """
     path = run_dir / NAME
-    if not path.exists():
-        if steps := committed_steps(run_dir / CHECKPOINTS):
+    if not exists(path):
+        if steps := committed_steps(checkpoints_in(run_dir)):
             raise ValueError(
                 f"{run_dir} holds checkpoints (newest: step {steps[-1]}) but no {NAME}, so it "
                 f"cannot be told which experiment made them; put {NAME} back or use a new --run-dir"
             )
         return None
     try:
-        config = parse_json(read_text(file_of(run_dir, NAME)))
+        config = parse_json(read_named(run_dir, NAME))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read: {describe(error)}; mend it or use a new --run-dir"
@@ -97,7 +101,7 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
     return config
 
 
-def stored_experiment(run_dir: Path) -> Any:
+def stored_experiment(run_dir: AnyPath) -> Any:
     """Returns the experiment in config.json as it is stored; None where no run has been. Raises as
     `read_config`."""
     return (read_config(run_dir) or {}).get("experiment")
@@ -167,37 +171,20 @@ def refuse_other_experiment(
     differences = compare_config(run_dir, config, ignore=ignore, completed=completed)
     if differences:
         branch = ""
-        if committed_steps(run_dir / CHECKPOINTS):
+        if committed_steps(checkpoints_in(run_dir)):
+            is_local = isinstance(checkpoints_in(run_dir), Path)
+            source, name = (run_dir, "--name") if is_local else (place_of(run_dir), "--run-dir")
             branch = (
                 "; a branch has its model and state, and may change the rest: "
-                f"--from {run_dir}[@STEP] --name NEW"
+                f"--from {source}[@STEP] {name} NEW"
             )
         raise ValueError(
             f"run directory {run_dir} holds another experiment: "
             + "; ".join(map(str, differences))
             + (f" ({why})" if why else "")
-            + f"; set {'it' if len(differences) == 1 else 'them'} back, or {ANEW}{branch}"
+            + f"; set {'it' if len(differences) == 1 else 'them'} back, or "
+            + f"{anew_in(run_dir)}{branch}"
         )
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes `text` to `path` so that a crash leaves the old file or the new one."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o644)  # a temporary file is for its owner alone
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the rename itself
-    finally:
-        os.close(directory)
 
 
 def _fields(value: object, path: str = "") -> dict[str, Any]:

@@ -3,11 +3,12 @@ complete step."""
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from jaxtrain.checkpoint.policy import SaveClock, SavePolicy
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
+    FailedStorage,
     check_writable,
     describe,
     whole_manifest,
 )
-from jaxtrain.cluster.agreement import all_gather_text, share_failure
+from jaxtrain.cluster.agreement import all_gather_text, from_first, share_failure
 from jaxtrain.files.folder import plain_name
 from jaxtrain.files.json_text import parse_json
-from jaxtrain.files.regular import read_text, write_text
+from jaxtrain.files.store import AnyPath, identity_of, is_local, put, read_named
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.chunks import Chunk
 from jaxtrain.state_format.hashing import LacksPackage
@@ -48,12 +50,15 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | AnyPath,
         policy: SavePolicy,
         *,
         mtbf_s: float | None = None,
         foreign: Foreign = lambda metadata: [],
+        run: Path | None = None,
     ) -> None:
+        self.run = run
+        """The run's directory on this machine, if it has one."""
         self.durable = CheckpointManager(directory, policy, mtbf_s=mtbf_s)
         self.durable.foreign = foreign
         self.policy, self.directory = policy, self.durable.directory
@@ -110,7 +115,7 @@ class Checkpoints:
         read = self._steps.read(local, self._durable_read(step))
         return self.durable.restore_from(local.manifest, step, template, slots, read)
 
-    def begin_after(self, step: int | None) -> dict[int, Path]:
+    def begin_after(self, step: int | None) -> dict[int, AnyPath]:
         """Sets damaged steps aside, removes local steps newer than `step`, and returns the new
         paths of the damaged ones. If `step` came from the local tier, verifies its durable copy
         too, if there is one."""
@@ -234,7 +239,7 @@ class Checkpoints:
     @cached_property
     def _local_steps(self) -> dict[int, LocalStep]:
         """The steps the local tier had at the start of this run."""
-        if self._tier is None or not all_gather_text(self._run())[0]:
+        if self._tier is None or not from_first(self._run):
             return {}
         steps: dict[int, LocalStep] = {}
 
@@ -267,7 +272,7 @@ class Checkpoints:
     def _name(self, run: str) -> None:
         home = self.directory.parent
         home.mkdir(parents=True, exist_ok=True)
-        write_text(home / RUN, json.dumps({"run": run, "inode": home.stat().st_ino}))
+        put(home / RUN, json.dumps({"run": run, "inode": identity_of(home)}).encode())
 
     def name_again(self) -> None:
         """Writes the name of the local directory again after the run directory was removed and
@@ -277,12 +282,16 @@ class Checkpoints:
 
     def _run(self) -> str:
         """Returns the name of this run's local directory, "" if unknown. A copy of the run has
-        another."""
+        another. Raises OSError for a store that does not answer."""
+        home = self.directory.parent
         try:
-            home = self.directory.parent
-            stored = parse_json(read_text(home / RUN))
-            is_same, run = stored["inode"] == home.stat().st_ino, str(stored["run"])
-        except (OSError, ValueError, KeyError, TypeError):
+            stored = parse_json(read_named(home, RUN))
+            is_same, run = stored["inode"] == identity_of(home), str(stored["run"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return ""
+        except OSError:
+            if not is_local(home):
+                raise  # nobody can say that there is no local tier
             return ""
         return run if is_same and plain_name(run) else ""
 
@@ -290,6 +299,8 @@ class Checkpoints:
         """Returns a reader of the durable tier's copies of local chunks."""
         try:
             manifest = whole_manifest(self.directory, step)
+        except FailedStorage as error:
+            return partial(_unanswered, error.problem)
         except CheckpointError:
             return None
         chunks, durable = manifest.earlier().chunks, read_from(manifest.directory)
@@ -311,3 +322,8 @@ class Checkpoints:
             assert self._tier is not None
             place = self._tier.directory
             self._troubles.append(f"local tier {place}, step {step}: {describe(error)}")
+
+
+def _unanswered(problem: str, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+    """Raises OSError: a chunk that a store cannot give now is not damaged."""
+    raise OSError(errno.EIO, problem)

@@ -13,7 +13,7 @@ def add_options(runs: argparse.ArgumentParser) -> None:
 
 
 def runs_command(options: argparse.Namespace) -> int:
-    from jaxtrain.run.listing import runs
+    from jaxtrain.inspection.listing import runs
 
     found = runs(options.folder)
     return answer(options, found, str(found))

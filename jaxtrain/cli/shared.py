@@ -37,11 +37,13 @@ def mesh_of(options: argparse.Namespace) -> Any:
 
 
 def run_dir_of(options: argparse.Namespace) -> Path:
-    """Returns the directory in which `train` keeps its run. Raises ValueError if it is given twice,
-    or for a name that is a path."""
+    """Returns the directory on this machine in which `train` keeps its run. Raises ValueError if it
+    is given twice, or for a name that is a path."""
+    from jaxtrain.files.stored_run import directory_here
+
     name = options.name
     if name is None:
-        return Path(options.run_dir or Path("runs") / Path(options.experiment).stem)
+        return directory_here(options.run_dir or Path("runs") / Path(options.experiment).stem)
     if options.run_dir:
         raise ValueError(
             f"--name {name} is the directory runs/{name}, and --run-dir is {options.run_dir}; give "

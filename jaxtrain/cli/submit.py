@@ -11,6 +11,7 @@ from jaxtrain.cli.shared import experiment_arguments, mesh_of, run_dir_of
 from jaxtrain.cluster.exit_codes import REFUSED
 from jaxtrain.fault_tolerance.schedulers import SCHEDULERS, Job, job_name, submission
 from jaxtrain.fault_tolerance.supervisor import own_command
+from jaxtrain.files.stores import is_address
 from jaxtrain.files.temporary import temporary_folder
 from jaxtrain.machines.workers import ending
 
@@ -73,9 +74,19 @@ def job_violations(options: argparse.Namespace) -> list[str]:
     return violations
 
 
+def _refuse_address(options: argparse.Namespace, train: argparse.Namespace) -> None:
+    """Raises ValueError for a run in a store of pods, whose files are on the volume of --claim."""
+    if options.scheduler == "k8s" and is_address(train.run_dir):
+        raise ValueError(
+            f"--run-dir {train.run_dir}: jobs of --k8s have runs on the volume of --claim; give a "
+            "whole path there, or write a job that runs `jaxtrain train` with the address"
+        )
+
+
 def submit(options: argparse.Namespace, train: argparse.Namespace, command: list[str]) -> int:
     """Gives a scheduler the job that starts the processes; with --dry-run prints the job. Raises
     ValueError, before a job is written, for a run that `check` refuses."""
+    _refuse_address(options, train)
     job = Job(
         job_name(train.experiment), mesh_of(train), command, run_dir_of(train),
         experiment=train.experiment, sbatch=_sbatch_options(options), setup=tuple(options.setup),

@@ -33,6 +33,7 @@ from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.sampler import SAMPLE_FILE, STARTED_BY, SUPERVISOR, Sampler, end_with_parent
 from jaxtrain.fault_tolerance.faults import FAULTS, Injector
 from jaxtrain.fault_tolerance.ledger import OpenEntry, unwritten
+from jaxtrain.files.stores import is_address
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.violations import raise_violations, refuses
 
@@ -46,7 +47,8 @@ TOGETHER_S = 0.25
 def add_options(train: argparse.ArgumentParser) -> None:
     train.add_argument("experiment", help="a Python file with a function experiment()")
     add_mesh(train)
-    train.add_argument("--run-dir", help="where the run is kept; default runs/EXPERIMENT")
+    text = "where the run is kept: a path, or an address s3:// or gs://; default runs/EXPERIMENT"
+    train.add_argument("--run-dir", help=text)
     train.add_argument("--name", help="of the run directory in runs/, instead of EXPERIMENT")
     text = "begin anew: a run that is in the directory is kept beside it; to resume, leave it out"
     train.add_argument("--fresh", action="store_true", help=text)
@@ -112,6 +114,9 @@ def _refuse_numbered(options: argparse.Namespace, processes: int) -> None:
     refused = {
         "begins in a new directory, and --fresh in one that is there; give one": fresh,
         f"would give each of {processes} processes another directory; use --name": processes > 1,
+        "numbers directories of this machine, and not addresses; leave it out": is_address(
+            options.run_dir
+        ),
     }
     raise_violations(f"--numbered {why}" for why, is_so in refused.items() if is_so)
 
@@ -136,7 +141,7 @@ def _train(
         result = train(
             options.experiment,
             spec,
-            run_dir=run_dir,
+            run_dir=options.run_dir if is_address(options.run_dir) else run_dir,
             steps=options.steps,
             settings=options.settings,
             callbacks=[stop, *callbacks, *leave],
@@ -171,8 +176,11 @@ def _outcome(
     """Returns the exit code, and a text. result: None if the run was interrupted. anew: the flag by
     which it began anew, "" for none: the same command does not go on then, and the exit code does
     not say so. text: that of --fresh-once, by which the same command goes on."""
+    from jaxtrain.files.stored_run import shown
+
     if result is not None and not result.stopped:
-        return DONE, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {run_dir}"
+        place = shown(run_dir)
+        return DONE, f"done: {result.steps} steps, loss {result.loss:.4f}, run directory {place}"
     if result is not None and result.saved is None:
         left = "nothing is saved: there are no checkpoints"
         return INTERRUPTED, f"stopped at step {result.steps}; {left}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jaxtrain.cli.shared import JSON, text_stream
@@ -13,15 +12,16 @@ from jaxtrain.cluster.exit_codes import FAILED
 
 
 def add_options(verify: argparse.ArgumentParser) -> None:
-    verify.add_argument("run_dir", metavar="RUN", help="a run directory")
+    verify.add_argument("run_dir", metavar="RUN", help="a run directory, or the address of one")
     verify.add_argument("--json", action="store_true", help=JSON)
 
 
 def verify_command(options: argparse.Namespace) -> int:
-    from jaxtrain.checkpoint.run_config import CHECKPOINTS
-    from jaxtrain.checkpoint.storage import steps_aside
-    from jaxtrain.checkpoint.verify import damaged_reference, require_experiment, verify
+    from jaxtrain.checkpoint.storage import steps_aside, uncommitted_steps
     from jaxtrain.experiment import of_another
+    from jaxtrain.files.store import any_path
+    from jaxtrain.files.stored_run import checkpoints_in
+    from jaxtrain.inspection.verify import damaged_reference, require_experiment, verify
 
     config, foreign = "", dict[str, Any]()
     try:
@@ -42,7 +42,11 @@ def verify_command(options: argparse.Namespace) -> int:
     reference = damaged_reference(options.run_dir)
     for line in reference:
         print(f"DAMAGED {line}: the next start computes it again", file=out)
-    if aside := steps_aside(Path(options.run_dir) / CHECKPOINTS):
+    checkpoints = checkpoints_in(any_path("run_dir", options.run_dir))
+    uncommitted = uncommitted_steps(checkpoints)
+    for step in uncommitted:
+        print(f"step {step}: not committed; it is being saved, or was cut short", file=out)
+    if aside := steps_aside(checkpoints):
         kept = ", ".join(aside)
         print(f"passed over by an earlier start, and kept, unread here: {kept}", file=out)
     damaged = [verdict.step for verdict in verdicts if verdict.damages]
@@ -53,5 +57,5 @@ def verify_command(options: argparse.Namespace) -> int:
     if options.json:
         steps = [verdict._asdict() for verdict in verdicts]
         report = {"steps": steps, "damaged": damaged, "aside": aside, "config": config or None}
-        print(json.dumps(report | {"reference": reference}))
+        print(json.dumps(report | {"reference": reference, "uncommitted": uncommitted}))
     return FAILED if config or reference or len(usable) < len(verdicts) else 0

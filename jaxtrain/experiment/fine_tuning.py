@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.experiment.kinds import kind_violations
-from jaxtrain.files.stores import store_violations
+from jaxtrain.files.stores import run_violations, store_violations
 from jaxtrain.losses.preferences import DPO
 from jaxtrain.violations import count, positive, raise_violations
 
@@ -40,8 +40,8 @@ class FromHuggingFace:
 class FromRun:
     """The parameters of another run's checkpoint; each chunk is verified when read.
 
-    run_dir: that run's directory. step: None for the newest. averaged: its averaged weights
-      (`ema_decay`) if it has any.
+    run_dir: that run's directory, or its address in a store. step: None for the newest. averaged:
+      its averaged weights (`ema_decay`) if it has any.
     leaves: patterns of the parameters to take; the others are initialised. None takes all, and
       refuses a run whose parameters or shapes differ. trust: your own modules (`"my_package"`, or a
       tuple) that may be imported if the run's config.json names their classes or functions.
@@ -57,7 +57,7 @@ class FromRun:
         violations = kind_violations(self)
         if not violations:
             violations = module_violations("trust", self.trust)
-            violations += store_violations("run_dir", self.run_dir)
+            violations += run_violations("run_dir", self.run_dir)
         if isinstance(self.step, int) and self.step < 1:
             violations += count("step", self.step, 1)
         raise_violations(violations or pattern_violations("leaves", self.leaves))

@@ -26,6 +26,7 @@ from jaxtrain.fault_tolerance.machine_faults import (
     refuse_mounting,
     refuse_shared_link,
 )
+from jaxtrain.files.store import AnyPath
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.violations import did_you_mean, raise_violations
 
@@ -208,23 +209,26 @@ class Injector(Callback):
     def _damage(self, kind: str) -> None:
         """Damages a file of the newest committed step, and kills the process: a run reads its
         checkpoints only at its start."""
-        from jaxtrain.checkpoint.run_config import CHECKPOINTS
         from jaxtrain.checkpoint.storage import committed_steps
+        from jaxtrain.files import store
+        from jaxtrain.files.stored_run import checkpoints_in
+        from jaxtrain.state_format.manifest import ITEM
 
-        checkpoints = self._run_dir / CHECKPOINTS
+        checkpoints = checkpoints_in(self._run_dir)
         for step in committed_steps(checkpoints)[-1:]:
             if kind == "foreign":
                 _make_foreign(checkpoints / str(step))
                 continue
-            packs = (checkpoints / str(step)).rglob("*.pack")
-            pack = max(packs, key=lambda path: path.stat().st_size)
+            files = checkpoints / str(step) / ITEM
+            packs = [files / name for name in store.names_in(files) if name.endswith(".pack")]
+            pack = max(packs, key=lambda path: store.size_of(path) or 0)
             data = pack.read_bytes()
             middle = len(data) // 2
-            pack.unlink()  # an earlier step may hold the same file
+            store.remove_file(pack)  # an earlier step may hold the same file
             if kind == "corrupt":
-                pack.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+                store.put(pack, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
             if kind == "truncate":
-                pack.write_bytes(data[:middle])
+                store.put(pack, data[:middle])
         _signal(signal.SIGKILL)
 
 
@@ -232,7 +236,7 @@ def _signal(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _make_foreign(step: Path) -> None:
+def _make_foreign(step: AnyPath) -> None:
     """Changes the experiment in the step's manifest, and nothing else."""
     from jaxtrain.state_format.manifest import read_manifest, write_manifest
 

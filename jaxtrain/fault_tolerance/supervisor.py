@@ -180,13 +180,13 @@ class Supervisor:
 
     def _tell_where_it_stands(self, *, goes_on: bool = True) -> bool:
         """Prints save and ledger; True if a save is visible. goes_on: a restart may continue it."""
-        from jaxtrain.checkpoint.run_config import CHECKPOINTS
         from jaxtrain.checkpoint.storage import committed_steps
+        from jaxtrain.files.stored_run import checkpoints_in
 
         saved, status = [], "nothing is saved"
         try:
             if self.beginning.owns(self.run_dir):
-                saved = committed_steps(self.run_dir / CHECKPOINTS)
+                saved = committed_steps(checkpoints_in(self.run_dir))
             else:
                 status = f"nothing is saved: this run has not begun in {self.run_dir}"
         except (OSError, ValueError) as error:

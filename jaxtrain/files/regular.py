@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 LARGEST_TEXT = 256 * 2**20
 """Bytes; the largest tokenizers published are a tenth of it."""
@@ -71,6 +75,28 @@ def write_text(path: Path, text: str) -> None:
     """Writes text as UTF-8. Raises ValueError as `open_regular`; OSError."""
     with open_regular(path, "wb") as file:
         write_all(file, text.encode("utf-8"))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of `path` at the end of the block: after a crash the old
+    one is there, or the new one. Both are durable. Raises OSError."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o644)  # a temporary file is for its owner alone
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the rename itself
+    finally:
+        os.close(directory)
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:

@@ -1,29 +1,50 @@
-"""Refuses addresses of object stores: as a path, `gs://bucket` would be a folder named `gs:`."""
+"""Addresses of object stores. Where a path is needed they are refused: `gs://bucket` would be a
+folder named `gs:`."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+"""Scheme of an address of a run -> the package that reaches it, by fsspec."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 """`Path` keeps one of an address's two slashes."""
+
+
+def scheme_of(path: object) -> str | None:
+    """Returns the scheme of an address; None for a path."""
+    match = _SCHEME.match(str(path)) if isinstance(path, str | os.PathLike) else None
+    return None if match is None else match[1].lower()
+
+
+def is_address(run: object) -> bool:
+    """True for the address of a run in a store."""
+    return scheme_of(run) in PACKAGES
 
 
 def store_violations(name: str, path: object) -> list[str]:
     """Returns violations if a field's or argument's path, or a tuple of paths, has an address."""
     if isinstance(path, tuple):
         return [violation for part in path for violation in store_violations(name, part)]
-    match = _SCHEME.match(str(path)) if isinstance(path, str | Path) else None
-    if match is None:
+    scheme = scheme_of(path)
+    if scheme is None:
         return []
-    scheme = match[1]
     if scheme == "file":
         return [f"{name}={str(path)!r} is an address; give the path alone, without file://"]
     return [
-        f"{name}={str(path)!r} is an address, and {scheme}:// is not read or written yet: it "
+        f"{name}={str(path)!r} is an address, and {scheme}:// is not read or written here: it "
         f"would be taken for a local folder named '{scheme}:'; give a local path, or one under "
         "which the store is mounted"
     ]
+
+
+def run_violations(name: str, path: object) -> list[str]:
+    """Returns violations of a path of a run, which may be an address with a scheme of PACKAGES."""
+    violations = [] if is_address(path) else store_violations(name, path)
+    ways = " or ".join(f"{scheme}://BUCKET/NAME" for scheme in PACKAGES)
+    return [f"{violation}, or a run's address, {ways}" for violation in violations]
 
 
 def local_path(name: str, path: str | Path) -> Path:

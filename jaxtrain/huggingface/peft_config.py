@@ -11,6 +11,7 @@ from typing import Any
 from jaxtrain.files.folder import file_of
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import read_text
+from jaxtrain.files.stored_run import CHECKPOINTS, POINTER
 from jaxtrain.violations import count, positive
 
 CONFIG = "adapter_config.json"
@@ -102,7 +103,7 @@ def _what_it_is(folder: Path) -> str:
     """Returns what a folder without adapters is, and what to use."""
     if not folder.is_dir():
         return "there is no such folder"
-    if (folder / "checkpoints").is_dir():
+    if (folder / CHECKPOINTS).is_dir() or (folder / POINTER).is_file():
         return (
             "it is a run; `jaxtrain export RUN --adapters --out FOLDER` writes its adapters, and "
             "FromRun(run_dir) goes on with the run's parameters"

@@ -15,18 +15,17 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint.run_config import (
-    ANEW,
     BEGUN_BY,
     BRANCH,
-    CHECKPOINTS,
     NAME,
+    anew_in,
     compare_config,
     read_config,
     refuse_other_experiment,
     stored_experiment,
 )
 from jaxtrain.checkpoint.storage import committed_steps, steps_aside
-from jaxtrain.cluster.agreement import from_first
+from jaxtrain.cluster.agreement import all_gather_text, from_first, share_failure
 from jaxtrain.cluster.run_lock import NAME as LOCK
 from jaxtrain.cluster.run_lock import refuse_held, sole_run
 from jaxtrain.cluster.sampler import SUPERVISOR
@@ -39,6 +38,19 @@ from jaxtrain.experiment import (
     resumable,
 )
 from jaxtrain.experiment.stored import refuse_unreadable
+from jaxtrain.files.store import AnyPath
+from jaxtrain.files.stored_run import (
+    POINTER,
+    RunCopy,
+    StoreFailed,
+    checkpoints_in,
+    directory_here,
+    opened_for_training,
+    place_of,
+    shown,
+)
+from jaxtrain.files.stores import is_address
+from jaxtrain.notices import notice
 from jaxtrain.scoring.reference import keep_references
 from jaxtrain.session.branch import Branch
 from jaxtrain.session.session import Session
@@ -47,6 +59,25 @@ from jaxtrain.telemetry.metrics import refuse_unusable
 from jaxtrain.weights.loading import is_run, record_run
 from jaxtrain.weights.start_digest import ENTRY as START
 from jaxtrain.weights.start_digest import START_PATHS, start_digest, start_problem
+
+
+def opened_run(stack: ExitStack, run_dir: str | Path | None) -> Path | None:
+    """Returns the directory of a run on this machine, as `opened_for_training` until the stack
+    closes. Raises on all processes if that fails on one, as `share_failure`."""
+    if run_dir is None:
+        return None
+    directory = share_failure(lambda: directory_here(run_dir))
+    stored = share_failure(lambda: place_of(directory) if (directory / POINTER).exists() else "")
+    places = all_gather_text(stored)
+    if not is_address(run_dir) and len({*places}) > 1:
+        raise ValueError(
+            f"{run_dir} is a run in {max(places)} on some hosts and not on others; give that "
+            "address as --run-dir on all"
+        )
+    if is_address(run_dir) or stored:
+        # Before any process changes a file there.
+        share_failure(lambda: refuse_held(directory) if jax.process_index() == 0 else "")
+    return share_failure(lambda: stack.enter_context(opened_for_training(run_dir)))
 
 
 def begins_anew(run: Path | None, fresh: bool | str) -> tuple[bool, dict[str, str]]:
@@ -142,6 +173,8 @@ def refuse_unfit_anew(run: Path, config: dict[str, Any], experiment: Experiment)
     if jax.process_index() != 0:
         return
     begin = "and --fresh sets a run aside; give another --run-dir"
+    if (place := place_of(run)) != str(run.resolve()):
+        raise ValueError(f"{run} has its steps in {place}, {begin}")
     if run.is_symlink():
         raise ValueError(f"{run} is a link to {os.readlink(run)}, {begin}, such as that path")
     if run.exists() and not run.is_dir():
@@ -199,14 +232,14 @@ def staged(run: Path) -> Iterator[Path]:
 def _refuse_begin_over(run: Path) -> None:
     """Raises ValueError if the directory has saved steps: a run without saves begins at step 0 and
     would overwrite the metrics of those steps."""
-    saved, aside = committed_steps(run / CHECKPOINTS), steps_aside(run / CHECKPOINTS)
+    saved, aside = committed_steps(checkpoints_in(run)), steps_aside(checkpoints_in(run))
     if saved or aside:
         existing = [*(["step " + str(saved[-1])] if saved else []), *aside]
         raise ValueError(
-            f"run directory {run} holds {', '.join(existing)} in {CHECKPOINTS}/, and "
+            f"run directory {run} holds {', '.join(existing)} in checkpoints/, and "
             "experiment.checkpoints is None, which restores nothing: the run would begin at step 0 "
             "again and write over the metrics there; give it checkpoints=SavePolicy(...) as before "
-            f"to go on, or {ANEW}"
+            f"to go on, or {anew_in(run)}"
         )
 
 
@@ -218,16 +251,43 @@ class RunDirectory:
     def __init__(self, path: Path, config: dict[str, Any], session: Session, last: str) -> None:
         self.path, self._config, self._session = path, config, session
         self._lock = ExitStack()
+        self._copy = RunCopy.of(path)
         self._take(last)
-        self._record()
+        try:
+            self._begin_copies()
+        except BaseException:
+            self._lock.close()
+            raise
 
     def _take(self, last: str | None = None) -> None:
         self._is_locked = self._lock.enter_context(sole_run(self.path, last))
         self._inode = _inode(self.path)
 
     def _record(self) -> None:
+        if self._copy is not None:
+            self._copy.point()
         record_run(self.path, self._config, self._session.dataset)
         keep_references(self.path, self._session.reference_files)
+
+    def _begin_copies(self) -> None:
+        """Records the run, and makes the first copy if it has one."""
+        if self._copy is None:
+            self._record()
+            return
+        address = self._copy.address
+        try:
+            if problem := self._copy.taken():
+                raise ValueError(problem)
+            self._record()
+            self._copy.make()
+        except OSError as error:
+            raise StoreFailed(f"{address} cannot be written", error) from error
+        notice(f"the run is kept in {address}; {self.path} has its files but the steps")
+
+    def taken(self) -> str:
+        """Returns why this run cannot go on, if another machine runs it; "" if none does. Raises
+        OSError and ValueError where the store cannot be read."""
+        return "" if self._copy is None else self._copy.taken()
 
     def restore_missing(self) -> str | None:
         """Writes the record and the lock again if they were removed. Returns a message that names
@@ -243,8 +303,22 @@ class RunDirectory:
         removed = f"run directory {self.path}" if gone else f"{NAME} or the lock of {self.path}"
         return f"{removed} was removed below the run; it is written again, from here on"
 
+    def copy(self) -> None:
+        """Begins a copy into the store, for a run that has one, and says if the last one failed."""
+        if self._copy is not None:
+            if failure := self._copy.failure():
+                notice(f"NOTE the last copy of {self.path} to {self._copy.address}: {failure}")
+            self._copy.begin()
+
     def close(self) -> None:
-        self._lock.close()
+        """Makes the last copy into the store, for a run that has one, and releases the lock."""
+        with self._lock:
+            if self._copy is not None:
+                try:
+                    self._copy.close()
+                except (OSError, ValueError) as error:
+                    address = self._copy.address
+                    notice(f"NOTE {self.path} is not copied whole to {address}: {error}")
 
 
 def _inode(path: Path) -> int | None:
@@ -256,11 +330,11 @@ def left_in(run: Path, *, anew: str = "", text: str | None = None) -> tuple[int 
     step and how to continue from it. anew: "fresh" or "numbered", by which the run began. text: by
     which it began; a run that is there and did not is another."""
     if text is not None and stored_beginning(run).get(BEGUN_BY) != text:
-        return None, f"nothing is saved: the run has not begun in {run}"
-    steps = committed_steps(run / CHECKPOINTS)
+        return None, f"nothing is saved: the run has not begun in {shown(run)}"
+    steps = committed_steps(checkpoints_in(run))
     if not steps:
-        return None, f"nothing is saved in {run}"
-    saved = f"step {steps[-1]} is saved in {run}"
+        return None, f"nothing is saved in {shown(run)}"
+    saved = f"step {steps[-1]} is saved in {shown(run)}"
     if not (run / NAME).is_file():
         return steps[-1], f"{saved}, which has lost its {NAME}: put it back to go on"
     if text is not None and not anew:
@@ -272,7 +346,7 @@ def left_in(run: Path, *, anew: str = "", text: str | None = None) -> tuple[int 
     return steps[-1], f"{saved}; the same command{' without --fresh' * bool(anew)} goes on"
 
 
-def refuse_fewer_steps(run: Path, done: int | None, last: int) -> None:
+def refuse_fewer_steps(run: AnyPath, done: int | None, last: int) -> None:
     """Raises ValueError if more steps are done than `last`, the step to end with.
 
     done: the newest undamaged step in the directory, None if there is none.
@@ -281,7 +355,7 @@ def refuse_fewer_steps(run: Path, done: int | None, last: int) -> None:
         raise ValueError(
             f"run directory {run} is at step {done} already, and this run is to end at step "
             f"{last}: nothing would be trained; ask for {done} steps or more to go on from there, "
-            f"or {ANEW}"
+            f"or {anew_in(run)}"
         )
 
 

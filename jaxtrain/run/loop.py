@@ -22,7 +22,6 @@ from jaxtrain.cluster.phases import Phases
 from jaxtrain.cluster.requests import requests_of
 from jaxtrain.experiment import Experiment, load_experiment, with_fields
 from jaxtrain.files.cache import cache_directory
-from jaxtrain.files.stores import local_path
 from jaxtrain.health.checks import HealthChecks, WrongNumbers
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
 from jaxtrain.notices import told_to
@@ -32,6 +31,7 @@ from jaxtrain.run.directory import (
     begins_anew,
     config_of_run,
     last_step,
+    opened_run,
     refuse_fewer_steps,
     refuse_unfit,
     refuse_unfit_anew,
@@ -82,7 +82,7 @@ def train(
     fresh: bool | str = False,
     from_run: str | Path | None = None,
 ) -> Result:
-    """Train, or go on with what is in `run_dir`.
+    """Train, or go on with what is in `run_dir`, a path or the address of a store (gs://, s3://).
 
     experiment: an Experiment or its file's path. mesh: a MeshSpec, its file's path, or the name of
     a built-in mesh ("cpu_8"). run_dir=None keeps all in memory. cache_dir: for tokens and indices,
@@ -102,15 +102,15 @@ def train(
     later when nothing but skipped steps is left; CheckpointError when a save or restore fails.
     """
     experiment, spec = _with_settings(experiment, settings), load_mesh(mesh)
-    run = local_path("run_dir", run_dir) if run_dir is not None else None
     last = last_step(experiment, steps)
-    refuse_other_runs(experiment, spec, run, last)
-    user_callbacks = callbacks_of(experiment, callbacks)
-    fresh, beginning = begins_anew(run, fresh)
-    branch = branch_from(from_run, run, last, fresh=fresh)
-    config = {} if run is None else config_of_run(experiment, branch, beginning)
-    last_held = _refuse(run, config, experiment, fresh=fresh)
-    with ExitStack() as stack, memory_remedies(spec), told_to(lines_to(stream)):
+    with told_to(lines_to(stream)), memory_remedies(spec), ExitStack() as stack:
+        refuse_other_runs(experiment, spec, run_dir, last)
+        run = opened_run(stack, run_dir)
+        user_callbacks = callbacks_of(experiment, callbacks)
+        fresh, beginning = begins_anew(run, fresh)
+        branch = branch_from(from_run, run, last, fresh=fresh)
+        config = {} if run is None else config_of_run(experiment, branch, beginning)
+        last_held = _refuse(run, config, experiment, fresh=fresh)
         place = stack.enter_context(staged(run)) if fresh and run is not None else run
         saves = _checkpoints(stack, place, experiment, spec)
         if saves is not None:

@@ -15,9 +15,11 @@ import jax
 from jaxtrain.checkpoint.run_config import config_differences
 from jaxtrain.cluster.agreement import all_gather_text, stated_processes
 from jaxtrain.experiment import Experiment, config_of, resumable
+from jaxtrain.files.store import address_of
+from jaxtrain.files.stores import is_address
 from jaxtrain.mesh.mesh import MeshSpec
 
-HOST, RUN_DIR, EXPERIMENT = "host", "run directory", "experiment"
+HOST, RUN_DIR, EXPERIMENT, KIND = "host", "run directory", "experiment", "kind of run"
 SHOWN = 3
 """Fields of experiments that an error names."""
 LEAVE_S = 1.0
@@ -25,7 +27,9 @@ LEAVE_S = 1.0
 service, and JAX aborts them as that ends."""
 
 
-def refuse_other_runs(experiment: Experiment, spec: MeshSpec, run: Path | None, last: int) -> None:
+def refuse_other_runs(
+    experiment: Experiment, spec: MeshSpec, run: str | Path | None, last: int
+) -> None:
     """Raises ValueError, on all processes, where one is of another run: it has another number of
     processes, mesh, last step or experiment, no run directory where others have one, or on the same
     host another one. All of them call it, before other collectives."""
@@ -37,8 +41,7 @@ def refuse_other_runs(experiment: Experiment, spec: MeshSpec, run: Path | None, 
         "mesh": dict(spec.axes),
         "last step": last,
         EXPERIMENT: sha256(json.dumps(fields).encode()).hexdigest()[:12],
-        "kind of run": "in memory" if run is None else "in a directory",
-        RUN_DIR: None if run is None else str(run.resolve()),
+        **_place(run),
         HOST: socket.gethostname(),
     }
     all_runs = [json.loads(text) for text in all_gather_text(json.dumps(own))]
@@ -50,6 +53,16 @@ def refuse_other_runs(experiment: Experiment, spec: MeshSpec, run: Path | None, 
             differing = [n for n in own if n in names and all_runs[other][n] != run_here[n]]
             if differing:
                 _refuse(fields, all_runs, other, process, differing)
+
+
+def _place(run: str | Path | None) -> dict[str, str | None]:
+    """Returns where a run is: an address is one on all hosts, a path on each."""
+    if run is None:
+        return {KIND: "in memory", RUN_DIR: None}
+    if not is_address(run):
+        return {KIND: "in a directory", RUN_DIR: str(Path(run).resolve())}
+    address = address_of("run_dir", str(run))
+    return {KIND: f"in {address}", RUN_DIR: address}
 
 
 def _compared_fields(experiment: Experiment) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from jaxtrain.checkpoint.policy import EVALUATED_BATCHES
-from jaxtrain.cluster.agreement import FailedTogether, share_failure
+from jaxtrain.checkpoint.storage import CheckpointError, FailedSave
+from jaxtrain.cluster.agreement import FailedTogether, from_first
 from jaxtrain.health.checks import HealthChecks
 from jaxtrain.run.callback import Running
 from jaxtrain.run.directory import RunDirectory
@@ -69,6 +72,8 @@ class Saves:
                 self.readings.flush()
                 begun = self.uninterrupted(self._save_now, last, durable)
         if begun:
+            if durable and self.directory is not None:
+                self.directory.copy()
             self.hooks.tell("after_save", self.result.steps)
 
     def go_back(self) -> int | None:
@@ -93,7 +98,7 @@ class Saves:
         jax.block_until_ready(self.session.state)  # the step's time is its own, not the save's
         with self.rates.paused():
             self.health.before_save(self.result.steps)
-            if not self._directory_is_whole(last):
+            if not self._directory_is_whole(last, durable=durable or last):
                 self.saving.manager.put_off(self.result.steps, durable=durable)
                 return False
         return True
@@ -115,26 +120,36 @@ class Saves:
         self.result.saved = step
         return begun
 
-    def _directory_is_whole(self, last: bool) -> bool:
+    def _directory_is_whole(self, last: bool, *, durable: bool) -> bool:
         """True if the run directory exists and the run can resume from it. Equal on every process,
         as all wait for each other in a save."""
         try:
-            share_failure(self._write_again)
+            taken = from_first(lambda: self._write_again(durable=durable))
         except (OSError, ValueError, FailedTogether) as error:
             if last:
                 raise
             self.run.tell(f"NOT SAVED step {self.result.steps}: {error}; the run goes on")
             return False
+        if taken:
+            assert self.saving is not None
+            place: Any = dict(step=self.result.steps, directory=self.saving.manager.directory)
+            raise FailedSave(f"not saved: {taken}", remedy="leave this run to the other", **place)
         return True
 
-    def _write_again(self) -> None:
-        """Restores removed parts of the run directory. Raises ValueError and OSError."""
-        assert self.saving is not None
-        message = self.directory.restore_missing() if self.directory else None
+    def _write_again(self, *, durable: bool) -> str:
+        """Restores removed parts of the run directory. Returns why a durable save is not to be made
+        there, "" if it is. Raises ValueError and OSError."""
+        assert self.saving is not None and self.directory is not None, "process 0 has it"
+        taken = ""
+        if durable:
+            with suppress(OSError):  # a store that does not answer fails the save itself
+                taken = self.directory.taken()
+        message = self.directory.restore_missing()
         if message is not None:
             self.saving.manager.name_again()
             self.run.tell(f"NOTE {message}")
             self.files.write_again(self.run)
+        return taken
 
     def _evaluation_at(self, step: int) -> dict[str, float]:
         """Evaluation at `step`, for `Best`; {} if it used another number of batches."""
@@ -169,7 +184,7 @@ class Saves:
     def _newest(self) -> str:
         try:
             step = None if self.saving is None else self.saving.manager.latest()
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             return f"what is saved cannot be seen: {error}"
         return "nothing is saved" if step is None else f"the newest save is {step}"
 

@@ -13,6 +13,7 @@ import jax
 from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.experiment import Experiment, config_of, of_another
+from jaxtrain.files.stored_run import checkpoints_in
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.run.watch import LossWatch
 from jaxtrain.session.held_out_sets import OWN
@@ -30,7 +31,7 @@ def checkpoints_of(run: Path | None, experiment: Experiment, spec: MeshSpec) -> 
     hours = spec.facts.mtbf_hours  # of one device; any that fails ends the run
     mtbf_s = None if hours is None else hours * 3600 / spec.devices
     foreign = partial(of_another, config=config_of(experiment), experiment=experiment)
-    return Checkpoints(run / "checkpoints", policy, mtbf_s=mtbf_s, foreign=foreign)
+    return Checkpoints(checkpoints_in(run), policy, mtbf_s=mtbf_s, foreign=foreign, run=run)
 
 
 class Saving:

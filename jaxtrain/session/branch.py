@@ -10,17 +10,12 @@ from typing import Any
 
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.policy import SavePolicy
-from jaxtrain.checkpoint.run_config import (
-    ABSENT,
-    ANEW,
-    CHECKPOINTS,
-    FieldDifference,
-    read_config,
-)
+from jaxtrain.checkpoint.run_config import ABSENT, FieldDifference, anew_in, read_config
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.data import BatchRamp, first_row
 from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.experiment.stored import UntrustedNames, saved_differences, stored_field
+from jaxtrain.files.stored_run import checkpoints_in, opened_for_reading
 from jaxtrain.session.restore import restore_state, state_mismatches
 from jaxtrain.session.skips import Skips, skips_from
 from jaxtrain.state_format.manifest import Manifest
@@ -41,15 +36,19 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Branch:
-    """Where a run begins: after `step` steps of the run in the directory `run`. recorded: its entry
-    in the run's config.json, None before the first start."""
+    """Where a run begins: after `step` steps of the run at `source`, a path or address. recorded:
+    its entry in the run's config.json, None before the first start."""
 
-    run: Path
+    source: str
     step: int
     recorded: dict[str, Any] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return f"step {self.step} of {self.run}"
+        return f"step {self.step} of {self.source}"
+
+    @cached_property
+    def run(self) -> Path:
+        return opened_for_reading("run", self.source)
 
     def record(self, experiment: Experiment) -> dict[str, Any]:
         """Returns the entry of config.json: where the run began, the digest of that state, and
@@ -59,7 +58,7 @@ class Branch:
             return self.recorded
         differs = self.differences(experiment)
         shown = {d.path: [v.value if v is ABSENT else v for v in d[1:]] for d in differs}
-        began = {"run": str(self.run), "step": self.step, "digest": self.manifest.digest}
+        began = {"run": self.source, "step": self.step, "digest": self.manifest.digest}
         return {**began, "differs": shown}
 
     @cached_property
@@ -98,7 +97,7 @@ class Branch:
         if self.recorded is not None and self.recorded["digest"] != self.manifest.digest:
             raise ValueError(
                 f"{self} is another state than the one that this run began with, which it has not "
-                f"saved yet; bring that back, or {ANEW}"
+                f"saved yet; bring that back, or {anew_in(None)}"
             )
         differences = self.differences(assembly.experiment)
         leaves = state_mismatches(assembly, self.manifest)
@@ -175,7 +174,7 @@ class Branch:
 
     def restore(self, at_rest: AtRest) -> TrainState:
         """Returns the state of the step on this mesh. Raises DamagedCheckpoint."""
-        saves = CheckpointManager(self.run / CHECKPOINTS, SavePolicy())
+        saves = CheckpointManager(checkpoints_in(self.run), SavePolicy())
         try:
             return restore_state(at_rest, saves, self.step)
         except DamagedCheckpoint as error:

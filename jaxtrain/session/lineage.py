@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint.run_config import ANEW, BRANCH, CHECKPOINTS, read_config
+from jaxtrain.checkpoint.run_config import BRANCH, anew_in, read_config
 from jaxtrain.checkpoint.run_config import NAME as CONFIG
-from jaxtrain.checkpoint.storage import committed_steps
+from jaxtrain.checkpoint.storage import FailedStorage, committed_steps
 from jaxtrain.cluster.agreement import from_first
+from jaxtrain.files.stored_run import checkpoints_in, place_of
 from jaxtrain.session.branch import Branch
 from jaxtrain.weights.run_step import FORM, run_and_step
 from jaxtrain.weights.start import manifest_of
@@ -28,7 +29,7 @@ def branch_from(
     begins = from_first(lambda: _beginning(source, run, fresh=fresh))
     if begins is None:
         return None
-    branch = Branch(Path(begins["run"]), begins["step"], begins if "differs" in begins else None)
+    branch = Branch(begins["run"], begins["step"], begins if "differs" in begins else None)
     branch.refuse_fewer_steps(last)
     return branch
 
@@ -42,8 +43,8 @@ def _beginning(
         return recorded
     path, step = run_and_step(source)
     place = path.resolve()
-    begins = {"run": str(place), "step": step}
-    if run is not None and place.is_relative_to(run.resolve()):
+    begins = {"run": place_of(path), "step": step}
+    if run and (place.is_relative_to(run.resolve()) or place_of(path) == place_of(run)):
         otherwise = "begin anew there" if fresh else "go on with that run"
         raise ValueError(
             f"a branch of {path} is a run of its own, not in {run}; give another --run-dir or "
@@ -60,10 +61,10 @@ def _beginning(
             began = f"began at {recorded['run']}@{recorded['step']}"
         raise ValueError(
             f"the run in {run} {began}, and --from is {source}: leave --from out to go on with it, "
-            f"or {ANEW}"
+            f"or {anew_in(run)}"
         )
     refuse_no_directory(path)
-    steps = committed_steps(path / CHECKPOINTS)
+    steps = committed_steps(checkpoints_in(path))
     if step is not None and steps and step not in steps:
         raise ValueError(f"{path} has no step {step}; saved there: {', '.join(map(str, steps))}")
     return {**begins, "step": manifest_of(path, step)[0]}
@@ -73,6 +74,8 @@ def _digest_of(run: Path, step: int) -> str | None:
     """Returns the digest of a step's state, None where there is no such step."""
     try:
         return manifest_of(run, step)[1].digest
+    except FailedStorage:
+        raise
     except ValueError:
         return None
 

@@ -19,6 +19,7 @@ from jaxtrain.state_format.hashing import SHA256, XXH3
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.running_kernels import kernel_of, local_rows
 from jaxtrain.telemetry.events import has_tensorboard
+from jaxtrain.weights.start import run_of
 from jaxtrain.weights.tokenizer_files import declared_positions
 
 MANY = 4
@@ -59,8 +60,8 @@ def _positions(experiment: Experiment) -> list[str]:
     seq = getattr(experiment.data, "seq", None)
     if not isinstance(start, FromHuggingFace | FromRun) or seq is None:
         return []
-    path = Path(start.run_dir if isinstance(start, FromRun) else start.folder)
     try:
+        path = run_of(start) if isinstance(start, FromRun) else Path(start.folder)
         declared = declared_positions(path)
     except (OSError, ValueError):  # what else reads it says so
         return []

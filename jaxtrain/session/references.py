@@ -33,7 +33,7 @@ def give_references(
     if at_rest.assembly.experiment.objective is None:
         return []
     is_branch = isinstance(begins, Branch)
-    run = None if checkpoints is None else checkpoints.directory.parent
+    run = None if checkpoints is None else checkpoints.run
     if isinstance(begins, Branch):
         run = begins.run if from_first(begins.keeps_reference) else None
     is_first = start == 0 or (is_branch and run is None)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from jaxtrain.checkpoint.committed import CommittedSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
-from jaxtrain.checkpoint.run_config import CHECKPOINTS
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.compression.residuals import no_residuals, redistribute, stored_splits
+from jaxtrain.files.stored_run import checkpoints_in
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.state_format.manifest import Manifest
@@ -97,7 +97,7 @@ def restore_for_evaluation(at_rest: AtRest, manifest: Manifest, run: Path, step:
     names = named_leaves(parts)
     stored = {k: leaf for k, leaf in manifest.leaves.items() if k in names}
     slots = {k: order for k, order in at_rest.slots.items() if k in names}
-    saves = CommittedSteps(run / CHECKPOINTS)
+    saves = CommittedSteps(checkpoints_in(run))
     arrays = saves.restore_from(manifest._replace(leaves=stored), step, parts, slots)[0]
     number = jnp.int32(step)
     unused: Any = dict(optimizer=(), loss_scale=None, residuals={})

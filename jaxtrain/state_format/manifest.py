@@ -8,6 +8,7 @@ Nothing here imports Orbax, so that a fresh run can check for checkpoints quickl
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxtrain.files.folder import file_of, plain_name
+from jaxtrain.files.folder import plain_name
 from jaxtrain.files.json_text import parse_json
-from jaxtrain.files.regular import open_regular, read_text, write_all
+from jaxtrain.files.store import AnyPath, is_local, put, read_named, remove_file, size_of
 from jaxtrain.state_format.chunks import Box, Chunk, covers_once, digest
 from jaxtrain.state_format.hashing import hasher
 from jaxtrain.state_format.leaves import LeafRecord, records_from_json
@@ -47,7 +48,7 @@ class Manifest(NamedTuple):
     bytes of each pack."""
 
     step: int | None
-    directory: Path
+    directory: AnyPath
     leaves: dict[str, LeafRecord]
     metadata: dict[str, Any]
     chunks: dict[str, list[Chunk]]
@@ -67,7 +68,7 @@ class Manifest(NamedTuple):
 
 
 def write_manifest(
-    directory: Path,
+    directory: AnyPath,
     step: int,
     leaves: dict[str, LeafRecord],
     metadata: dict[str, Any],
@@ -80,6 +81,11 @@ def write_manifest(
         by_leaf.setdefault(c.leaf, []).append(c)
     refuse_gaps(leaves, by_leaf)
     packs = sorted({c.pack for leaf_chunks in by_leaf.values() for c in leaf_chunks})
+    sizes = {pack: size_of(directory / pack) for pack in packs}
+    if missing := [pack for pack, size in sizes.items() if size is None]:
+        raise FileNotFoundError(
+            errno.ENOENT, os.strerror(errno.ENOENT), str(directory / missing[0])
+        )
     body = {
         "step": step,
         "leaves": leaves,
@@ -87,31 +93,34 @@ def write_manifest(
         "chunks": {
             k: [[*c.box, *c[2:]] for c in leaf_chunks] for k, leaf_chunks in by_leaf.items()
         },
-        "packs": {pack: (directory / pack).stat().st_size for pack in packs},
+        "packs": sizes,
     }
     text = json.dumps(body).encode()
-    write_synced(directory / NAME, f"{HEAD} {text_digest(text)}\n".encode() + text)
+    put(directory / NAME, f"{HEAD} {text_digest(text)}\n".encode() + text)
 
 
-def read_manifest(step: Path) -> Manifest:
+def read_manifest(step: AnyPath) -> Manifest:
     """Returns the manifest of a step's directory, verified. Its content is not trusted, since the
-    directory's author can write a digest too. Raises ValueError with the reason, and LacksPackage
-    where the digest cannot be computed here."""
+    directory's author can write a digest too. Raises ValueError with the reason, LacksPackage where
+    the digest cannot be computed here, and OSError for a store that does not answer: a disk that
+    does not has lost the file."""
     directory = step / ITEM
     for path in (step, directory):
-        if path.is_symlink():
+        if isinstance(path, Path) and path.is_symlink():
             raise ValueError(
                 f"{path} is a symbolic link to {os.readlink(path)}; it is not followed"
             )
     try:
-        head, _, text = read_text(file_of(directory, NAME)).partition("\n")
+        head, _, text = read_named(directory, NAME).partition("\n")
     except FileNotFoundError:
-        if (step / "metadata" / "metadata").is_file():
+        if size_of(step / "metadata" / "metadata") is not None:
             raise ValueError(f"format 1, of an older version; this one reads {FORMAT}") from None
         if (problem := read_failure(step)) is not None:
             raise ValueError(f"it was not written whole: {problem}") from None
         raise ValueError(f"{NAME} is missing") from None
     except OSError as error:
+        if not is_local(step):
+            raise
         raise ValueError(f"{NAME} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{NAME} is not as it was written: {error}") from error
@@ -125,18 +134,20 @@ def read_manifest(step: Path) -> Manifest:
         raise ValueError(f"{NAME} is no manifest: {kind}{error}") from error
 
 
-def read_failure(step: Path) -> str | None:
+def read_failure(step: AnyPath) -> str | None:
     """Returns the failure of a step whose save failed, None if there is none. Raises ValueError
-    where it cannot be read."""
+    where it cannot be read, and OSError for a store that does not answer."""
     try:
-        return read_text(file_of(step / ITEM, FAILED))
+        return read_named(step / ITEM, FAILED)
     except FileNotFoundError:
         return None
     except OSError as error:
+        if not is_local(step):
+            raise
         raise ValueError(f"{FAILED} cannot be read: {error}") from error
 
 
-def _from_json(directory: Path, body: Mapping[str, Any]) -> Manifest:
+def _from_json(directory: AnyPath, body: Mapping[str, Any]) -> Manifest:
     """Returns a manifest from JSON. Raises one of MALFORMED where `write_manifest` cannot have
     written it."""
     leaves = records_from_json(body["leaves"])
@@ -231,36 +242,23 @@ def _refuse_misfit(c: Chunk, shape: tuple[int, ...], itemsize: int) -> None:
         raise ValueError(f"{c} has not the bytes of its elements, {itemsize} each")
 
 
-def write_part(directory: Path, process: int, chunks: list[Chunk]) -> None:
+def write_part(directory: AnyPath, process: int, chunks: list[Chunk]) -> None:
     """Writes the chunks of one process, for the manifest that is made later."""
-    write_synced(_part(directory, process), json.dumps(chunks).encode())
+    put(_part(directory, process), json.dumps(chunks).encode())
 
 
-def take_parts(directory: Path, processes: int) -> list[Chunk]:
+def take_parts(directory: AnyPath, processes: int) -> list[Chunk]:
     """Returns the chunks of all processes; removes their files. Raises OSError, and ValueError for
     one that is cut."""
     chunks = []
     for process in range(processes):
         path = _part(directory, process)
-        chunks += map(Chunk.from_json, json.loads(path.read_bytes()))
-        path.unlink()
+        chunks += map(Chunk.from_json, json.loads(read_named(directory, path.name)))
+        remove_file(path)
     return chunks
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file and returns when data and name are on the disk. Raises ValueError for a
-    link."""
-    with open_regular(path, "wb") as file:
-        write_all(file, data)
-        os.fsync(file.fileno())
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _part(directory: Path, process: int) -> Path:
+def _part(directory: AnyPath, process: int) -> AnyPath:
     return directory / f"{process}.part.json"
 
 

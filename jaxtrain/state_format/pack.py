@@ -6,22 +6,27 @@
 Every byte of a pack is of one chunk, so every damaged byte has a name. A pack is never changed once
 it is written. A later step may share a pack of unchanged chunks by a hard link; its space is freed
 with the last such step. A step shares a complete pack or none of it, so that all bytes on the disk
-are needed by some step.
+are needed by some step. An object store copies such a pack: nothing is sent for it again.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.files.regular import open_regular, write_all
+from jaxtrain.files.store import (
+    AnyPath,
+    Writer,
+    reading,
+    share_file,
+    size_of,
+    writing,
+)
 from jaxtrain.state_format.chunks import Box, Chunk, Part, as_bytes, cut, digest, hasher_of
 
 PIECE = 2**18
@@ -39,7 +44,7 @@ class Earlier(NamedTuple):
     """The chunks of an earlier step, by leaf and box: a save may share its packs of unchanged
     chunks. directory: has the packs. sizes: bytes of each pack, by name."""
 
-    directory: Path
+    directory: AnyPath
     chunks: Mapping[tuple[str, Box], Chunk]
     sizes: Mapping[str, int]
 
@@ -65,7 +70,7 @@ ALONE = Sharing(NOTHING, NOTHING)
 
 
 def write_chunks(
-    directory: Path,
+    directory: AnyPath,
     name: str,
     parts: Iterable[Part],
     sharing: Sharing = ALONE,
@@ -104,30 +109,28 @@ def write_chunks(
 class _Pack:
     """A pack being written; its file is created by the first chunk."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path, self.size = path, 0
-        self._file: FileIO | None = None
+        self._stack = ExitStack()
+        self._writer: Writer | None = None
 
     def __enter__(self) -> _Pack:
         return self
 
-    def __exit__(self, kind: object, *exc: object) -> None:
-        if self._file is not None:
-            with self._file:
-                if kind is None:
-                    os.fsync(self._file.fileno())
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
 
     def write(self, piece: Part, piece_digest: str) -> Chunk:
-        if self._file is None:
-            self._file = open_regular(self.path, "wb")
+        if self._writer is None:
+            self._writer = self._stack.enter_context(writing(self.path))
         size, offset = piece.data.nbytes, self.size
-        write_all(self._file, as_bytes(piece.data))
+        self._writer.write(as_bytes(piece.data))
         self.size += size
         return Chunk(piece.leaf, piece.box, piece_digest, self.path.name, offset, size)
 
 
 def _link_chunks(
-    directory: Path,
+    directory: AnyPath,
     sharing: Sharing,
     pieces: list[Part],
     digests: Callable[[list[Part]], Iterator[str]],
@@ -151,34 +154,39 @@ def _link_chunks(
     return {key: source.chunks[key] for pack in linked for key in keys_of[pack]}
 
 
-def _link(directory: Path, sharing: Sharing, pack: str) -> bool:
+def _link(directory: AnyPath, sharing: Sharing, pack: str) -> bool:
     """Links a pack and returns True; False where `apart` shares it, it is incomplete, or the file
     system cannot."""
     source, apart = sharing
+    path = source.directory / pack
     try:
-        status = (source.directory / pack).stat()
-        if status.st_size != source.sizes[pack]:
+        if size_of(path) != source.sizes[pack]:
             return False
-        files = [(apart.directory / other).stat() for other in apart.sizes]
-        if any(os.path.samestat(status, other) for other in files):
+        if any(_has_same_bytes(path, apart.directory / other) for other in apart.sizes):
             return False
-        os.link(source.directory / pack, directory / pack)
+        share_file(path, directory / pack)
     except OSError:
         return False
     return True
 
 
-def read_chunk(pack: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
-    """Returns the elements of a chunk, verified. Raises ValueError with the damage, and
-    LacksPackage where its digest cannot be computed here."""
+def _has_same_bytes(pack: AnyPath, other: AnyPath) -> bool:
+    """True if damage to one pack, before it was shared, is in both. Raises OSError."""
+    if isinstance(pack, Path):
+        return pack.samefile(other)
+    return pack.name == other.name  # which names the step that wrote it
+
+
+def read_chunk(pack: AnyPath, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
+    """Returns the elements of a chunk, verified. Raises ValueError with the damage, LacksPackage
+    where its digest cannot be computed here, and OSError for a store that does not answer."""
     try:
-        with open_regular(pack, "rb") as file:
+        with reading(pack, chunk.offset, chunk.size) as file:
             # Before anything is allocated: the manifest's size may be wrong.
-            if (length := os.fstat(file.fileno()).st_size) < chunk.offset + chunk.size:
-                raise ValueError(f"{pack.name} ends at byte {length}, too early")
+            if file is None:
+                raise ValueError(f"{pack.name} ends at byte {size_of(pack) or 0}, too early")
             data = np.empty(chunk.size, np.uint8)
             received, hasher = 0, hasher_of(chunk.leaf, chunk.box, dtype, chunk.digest)
-            file.seek(chunk.offset)
             while received < chunk.size and (
                 count := file.readinto(data.data[received : received + PIECE])
             ):
@@ -187,6 +195,8 @@ def read_chunk(pack: Path, chunk: Chunk, dtype: np.dtype) -> np.ndarray:
     except FileNotFoundError:
         raise ValueError(f"{pack.name} is missing") from None
     except OSError as error:
+        if not isinstance(pack, Path):
+            raise
         raise ValueError(f"{pack.name} cannot be read: {error}") from error
     if received < chunk.size:
         raise ValueError(f"{pack.name} ends at byte {chunk.offset + received}, too early")

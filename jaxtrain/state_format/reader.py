@@ -6,20 +6,21 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
 
+from jaxtrain.files.store import AnyPath, is_local
 from jaxtrain.state_format.chunks import Box, Chunk, boxes_of
 from jaxtrain.state_format.manifest import Manifest
 from jaxtrain.state_format.pack import read_chunk
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, Slots, part_of, pieces_of
 
-READERS = 4
+READERS, STORE_READERS = 4, 16
+"""Threads that read chunks. A store takes longer to begin an answer than to send it."""
 
 Read = Callable[[Chunk, np.dtype], np.ndarray]
-"""Returns the verified elements of a chunk. Raises ValueError with the damage."""
+"""Returns the verified elements of a chunk. Raises ValueError with the damage; OSError."""
 
 
 class Damaged(ValueError):
@@ -30,7 +31,7 @@ class Damaged(ValueError):
         super().__init__("; ".join(damages))
 
 
-def read_from(directory: Path) -> Read:
+def read_from(directory: AnyPath) -> Read:
     """Returns a reader of the packs in one directory."""
     return lambda chunk, dtype: read_chunk(directory / chunk.pack, chunk, dtype)
 
@@ -50,7 +51,7 @@ def read_arrays(
     read = read or read_from(manifest.directory)
     damages: list[str] = []
     arrays = {}
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(_readers(manifest)) as pool:
         for leaf, spec in specs.items():
             try:
                 arrays[leaf] = _read_array(manifest, leaf, spec, read, pool, slots.get(leaf))
@@ -65,13 +66,17 @@ def verify_chunks(manifest: Manifest, read: Read | None = None) -> list[str]:
     """Returns a line for each damaged chunk, of all; [] when every byte is as it was written."""
     read = read or read_from(manifest.directory)
     damages = []
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(_readers(manifest)) as pool:
         for leaf, record in manifest.leaves.items():
             _, dtype = record.stored
             chunks = manifest.chunks.get(leaf, [])
             check = partial(_attempt, read=read, dtype=dtype, keep=False)
             damages += [f for f in pool.map(check, chunks) if isinstance(f, str)]
     return damages
+
+
+def _readers(manifest: Manifest) -> int:
+    return READERS if is_local(manifest.directory) else STORE_READERS
 
 
 def _read_array(

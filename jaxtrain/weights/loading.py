@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS, NAME, stored_experiment, write_config
+from jaxtrain.checkpoint.run_config import NAME, stored_experiment, write_config
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, own_attention, stored_field
 from jaxtrain.files.regular import refuse_links
+from jaxtrain.files.stored_run import CHECKPOINTS, checkpoints_in
 from jaxtrain.huggingface import read_config, read_params
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
@@ -193,7 +194,7 @@ def _refuse_own_attention(path: Path, trust: Trust) -> None:
 
 def refuse_unsaved(path: Path) -> None:
     """Raises ValueError for a run without a checkpoint."""
-    if not committed_steps(path / CHECKPOINTS):
+    if not committed_steps(checkpoints_in(path)):
         raise ValueError(
             f"{path} is a run that has saved nothing yet; wait for its first checkpoint in "
             f"{CHECKPOINTS}/, or train it with Experiment(checkpoints=SavePolicy(...)) (what only "

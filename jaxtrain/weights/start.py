@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS, stored_experiment
-from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
+from jaxtrain.checkpoint.run_config import stored_experiment
+from jaxtrain.checkpoint.storage import (
+    DamagedCheckpoint,
+    answering,
+    committed_steps,
+    whole_manifest,
+)
 from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.load import config_of, stored_name
@@ -27,6 +32,8 @@ from jaxtrain.experiment.stored import (
     stored_field,
 )
 from jaxtrain.files.regular import refuse_links
+from jaxtrain.files.store import AnyPath
+from jaxtrain.files.stored_run import checkpoints_in, opened_for_reading
 from jaxtrain.huggingface import read_params, refuse_unfit, require_decoder
 from jaxtrain.huggingface.peft import ranks_of, read_adapters, refuse_unfit_adapters
 from jaxtrain.models.adapters import INTO, is_adapter
@@ -52,7 +59,7 @@ class StoredStep(NamedTuple):
 
     manifest: Manifest
     step: int
-    directory: Path
+    directory: AnyPath
     names: dict[str, str]
 
 
@@ -73,7 +80,7 @@ def settled_start(assembly: Assembly, step: int | None = None) -> Start | None:
         share_failure(partial(_refuse_unfit_folder, start, assembly))
     elif isinstance(start, FromRun):
         number = start.step if step is None else step
-        step, _ = share_failure(partial(manifest_of, start.run_dir, number))
+        step, _ = share_failure(lambda: manifest_of(run_of(start), number))
         start = replace(start, step=int(all_gather_text(str(step))[0]))
         share_failure(partial(_refuse_unfit_run, start, assembly))
     return start
@@ -125,7 +132,7 @@ def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
     if ours is None or _is_stored_model(start, experiment):
         return []
     try:
-        theirs = essence(stored_field(start.run_dir, "model", trust=start.trust))
+        theirs = essence(stored_field(run_of(start), "model", trust=start.trust))
     except ForeignField:  # a model of one's own, of which shapes are compared
         return []
     if theirs is None:
@@ -137,7 +144,7 @@ def _model_differences(start: FromRun, experiment: Experiment) -> list[str]:
 def _is_stored_model(start: FromRun, experiment: Experiment) -> bool:
     """True if the run's model is stored as the experiment's would be: nothing it names is
     imported."""
-    stored = completed({"experiment": stored_experiment(Path(start.run_dir))}, experiment)
+    stored = completed({"experiment": stored_experiment(run_of(start))}, experiment)
     try:
         model = config_of(experiment)["model"]
     except ValueError:  # it cannot be stored
@@ -148,7 +155,7 @@ def _is_stored_model(start: FromRun, experiment: Experiment) -> bool:
 def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
     """Returns the difference of the attention kernels, since a user's own kernel is part of the
     model."""
-    theirs = own_attention(stored_experiment(Path(start.run_dir)))
+    theirs = own_attention(stored_experiment(run_of(start)))
     kernel = experiment.execution.attention
     ours = stored_name(kernel_kind(kernel)) if is_own(kernel) else ""
     if theirs == ours or (not theirs and is_standard(kernel)):
@@ -163,12 +170,12 @@ def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
 def _scale_difference(start: FromRun, experiment: Experiment, shapes: Shapes) -> list[str]:
     """Returns the difference of the adapters' scales: under another scale, adapters mean something
     else."""
-    _, manifest = manifest_of(start.run_dir, start.step)
+    _, manifest = manifest_of(run_of(start), start.step)
     chosen = shapes if start.leaves is None else match_patterns(start.leaves, shapes, "leaves")[0]
     if not any(is_adapter(k) and PARAMS + k in manifest.leaves for k in chosen):
         return []
     ours = getattr(experiment.fine_tuning, "lora", None)
-    tuned = stored_field(start.run_dir, "fine_tuning", trust=start.trust)
+    tuned = stored_field(run_of(start), "fine_tuning", trust=start.trust)
     theirs = getattr(tuned, "lora", None)
     if ours is None or theirs is None or ours.alpha / ours.rank == theirs.alpha / theirs.rank:
         return []
@@ -231,7 +238,7 @@ def stored_params(
     each leaf that is missing, extra or of another shape, and each pattern that matches none. Raises
     DamagedCheckpoint where files of the step are missing or cut.
     """
-    step, manifest = manifest_of(start.run_dir, start.step)
+    step, manifest = manifest_of(run_of(start), start.step)
     stored = {k.removeprefix(PARAMS) for k in manifest.leaves if k.startswith(PARAMS)}
     stored -= ignored - shapes.keys()
     chosen, problems = list(shapes), []
@@ -261,25 +268,31 @@ def stored_params(
             + "\n  ".join(problems)
             + remedy
         )
-    return StoredStep(manifest, step, Path(start.run_dir) / CHECKPOINTS, sources)
+    return StoredStep(manifest, step, checkpoints_in(run_of(start)), sources)
 
 
-def manifest_of(run_dir: str | Path, step: int | None) -> tuple[int, Manifest]:
+def run_of(start: FromRun) -> Path:
+    """Returns the run's directory; for an address, a copy in the cache. Raises ValueError where
+    there is none."""
+    return opened_for_reading("run_dir", start.run_dir)
+
+
+def manifest_of(run_dir: Path, step: int | None) -> tuple[int, Manifest]:
     """Returns a step of a run, None for the newest, and its manifest. Raises ValueError where there
     is no such step, or it is of another experiment than the run, DamagedCheckpoint where its files
     are missing or cut."""
-    refuse_links(Path(run_dir))
-    directory = Path(run_dir) / CHECKPOINTS
+    refuse_links(run_dir)
+    directory = checkpoints_in(run_dir)
     steps = committed_steps(directory)
     if not steps:
         raise ValueError(
             f"{directory} has no committed checkpoint; give the run directory that holds "
-            f"{CHECKPOINTS}/, as `jaxtrain train --run-dir` was given it (what only a local tier "
+            "checkpoints/, as `jaxtrain train --run-dir` was given it (what only a local tier "
             "has is saved there when the run goes on)"
         )
     step = steps[-1] if step is None else step
     manifest = whole_manifest(directory, step)
-    if foreign := of_another(manifest.metadata, stored_experiment(Path(run_dir))):
+    if foreign := of_another(manifest.metadata, stored_experiment(run_dir)):
         others = [other for other in steps if other != step]
         remedy = (
             f"give another step ({', '.join(map(str, others))})" if others else "give another run"
@@ -334,13 +347,16 @@ def read_stored(
         )
         for name, source in stored.names.items()
     }
-    damages: list[str] = []
-    arrays: dict[str, jax.Array] = {}
-    try:
-        laid = {source: slots[name] for name, source in stored.names.items() if name in slots}
-        arrays = read_arrays(stored.manifest, request, slots=laid)
-    except Damaged as error:
-        damages = error.damages
+    laid = {source: slots[name] for name, source in stored.names.items() if name in slots}
+
+    def read_whole() -> tuple[dict[str, jax.Array], list[str]]:
+        try:
+            with answering(stored.directory, stored.step):
+                return read_arrays(stored.manifest, request, slots=laid), []
+        except Damaged as error:
+            return {}, error.damages
+
+    arrays, damages = share_failure(read_whole)
     if any(all_gather_text("damaged" if damages else "")):
         raise DamagedCheckpoint(
             damages or ["what another process read"],

@@ -11,13 +11,13 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from jaxtrain.checkpoint.run_config import CHECKPOINTS
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import Experiment, FromRun
+from jaxtrain.files.stored_run import checkpoints_in
 from jaxtrain.files.stores import local_path
 from jaxtrain.huggingface.folder import Folder
 from jaxtrain.huggingface.peft import WEIGHTS
-from jaxtrain.weights.start import Start, manifest_of
+from jaxtrain.weights.start import Start, manifest_of, run_of
 
 ENTRY = "start"
 """The entry of a run's config.json with the digest of the weights that it began with."""
@@ -32,7 +32,7 @@ def start_digest(start: Start) -> str:
     names, shapes, dtypes and three rows of its tensors. Raises ValueError where there are none,
     DamagedCheckpoint where files of the step are missing or cut."""
     if isinstance(start, FromRun):
-        return manifest_of(start.run_dir, start.step)[1].digest
+        return manifest_of(run_of(start), start.step)[1].digest
     with Folder(local_path("folder", start.folder)) as files:
         digest = files.digest()
     if start.adapters is not None:
@@ -63,5 +63,5 @@ def _candidates(start: Start) -> list[Start]:
     the other one began."""
     if not isinstance(start, FromRun) or start.step is not None:
         return [start]
-    steps = committed_steps(local_path("run_dir", start.run_dir) / CHECKPOINTS)
+    steps = committed_steps(checkpoints_in(run_of(start)))
     return [replace(start, step=step) for step in steps[::-1]] or [start]

@@ -18,6 +18,7 @@ from jaxtrain.experiment import FromHuggingFace, FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
 from jaxtrain.files.regular import write_text
+from jaxtrain.files.stored_run import opened_for_reading
 from jaxtrain.tokenizers import EOS, LARGEST_ID, HuggingFaceVocabulary, Vocabulary, open_tokenizer
 from jaxtrain.tokenizers.chat import ChatEncoder, folder_template
 from jaxtrain.tokenizers.settings import (
@@ -91,7 +92,7 @@ def _beginning_of(run: Path) -> Path | None:
         case FromHuggingFace(folder):
             return Path(folder)
         case FromRun(run_dir):
-            return Path(run_dir)
+            return opened_for_reading("run_dir", run_dir)
     return None
 
 

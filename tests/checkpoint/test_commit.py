@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from object_store import copy_tree, put_below
 
 from jaxtrain.checkpoint import CheckpointError, DamagedCheckpoint, SavePolicy
+from jaxtrain.files.store import remove
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +28,8 @@ def add(state, amount: int):
     return jax.tree.map(lambda x: x + amount, state)
 
 
-def test_only_the_newest_are_kept_and_the_policy_says_when(make, small):
-    manager = make(every=3, keep=2)
+def test_only_the_newest_are_kept_and_the_policy_says_when(make_anywhere, small):
+    manager = make_anywhere(every=3, keep=2)
     assert manager.latest() is None
     for step in range(13):
         if manager.should_save(step):
@@ -41,11 +42,11 @@ def test_only_the_newest_are_kept_and_the_policy_says_when(make, small):
 @pytest.mark.parametrize(
     "name", ["7.orbax-checkpoint-tmp", "7.discarded", "7.damaged", "007", "seven"]
 )
-def test_what_is_not_committed_does_not_exist(make, small, name):
-    manager = make()
+def test_what_is_not_committed_does_not_exist(make_anywhere, small, name):
+    manager = make_anywhere()
     manager.save(1, small, {})
     manager.wait()
-    shutil.copytree(manager.directory / "1", manager.directory / name)
+    copy_tree(manager.directory / "1", manager.directory / name)
     assert manager.latest() == manager.newest_whole() == 1
     with pytest.raises(CheckpointError, match=r"no such step.*step 1 is committed.*one of \[1\]"):
         manager.restore(7, small)
@@ -63,8 +64,10 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next(make, small):
 
 
 @pytest.mark.parametrize("reopen", [False, True])
-def test_a_step_that_is_not_newer_is_refused_until_the_newer_are_discarded(make, small, reopen):
-    manager = make(keep=9)
+def test_a_step_that_is_not_newer_is_refused_until_the_newer_are_discarded(
+    make_anywhere, small, reopen
+):
+    manager = make_anywhere(keep=9)
     for step in (1, 2, 3):
         manager.save(step, add(small, step), {"mark": step})
     for step in (1, 3):
@@ -73,8 +76,8 @@ def test_a_step_that_is_not_newer_is_refused_until_the_newer_are_discarded(make,
             manager.save(step, small, {})
     if reopen:
         manager.close()
-        manager = make(keep=9)
-    (manager.directory / "5.discarded" / "half").mkdir(parents=True)
+        manager = make_anywhere(keep=9)
+    put_below(manager.directory / "5.discarded" / "half")
     assert manager.discard_after(1) == [2, 3]
     assert sorted(entry.name for entry in manager.directory.iterdir()) == ["1"]
     manager.save(2, add(small, 20), {"mark": 20})
@@ -106,12 +109,12 @@ def test_a_step_of_an_older_version_says_so(make, small):
         manager.restore(50, small)
 
 
-def test_orbax_is_not_asked_which_steps_it_sees(make, small):
+def test_orbax_is_not_asked_which_steps_it_sees(make_anywhere, small):
     """It may have seen a step that has been removed since, and see it on some processes only."""
-    manager = make()
+    manager = make_anywhere()
     manager.save(8, small, {})
     manager.wait()
-    shutil.rmtree(manager.directory / "8")
+    remove(manager.directory / "8")
     manager.save(6, small, {})
     manager.wait()
     assert manager.steps() == [6]
@@ -155,12 +158,12 @@ def test_a_failed_write_surfaces_in_the_next_call_and_loses_nothing(make, surfac
     assert manager.steps() == [2]
 
 
-def test_a_save_that_ended_well_but_is_not_there_is_an_error(make, small):
-    manager = make()
+def test_a_save_that_ended_well_but_is_not_there_is_an_error(make_anywhere, small):
+    manager = make_anywhere()
     manager.save(1, small, {})
     while manager.latest() != 1:
         time.sleep(0.01)
-    shutil.rmtree(manager.directory / "1")
+    remove(manager.directory / "1")
     with pytest.raises(CheckpointError, match="and it is not there; no checkpoint is committed"):
         manager.wait()
 
@@ -183,8 +186,10 @@ def test_a_directory_that_cannot_be_made_is_reported_with_its_cause(make, small,
     ],
     ids=["not arrays", "same path", "empty", "metadata"],
 )
-def test_a_state_that_cannot_be_kept_is_refused_before_writing(make, state, metadata, says):
-    manager = make()
+def test_a_state_that_cannot_be_kept_is_refused_before_writing(
+    make_anywhere, state, metadata, says
+):
+    manager = make_anywhere()
     with pytest.raises(ValueError, match=says) as error:
         manager.save(1, state, metadata)
     assert not isinstance(error.value, CheckpointError)
@@ -264,7 +269,7 @@ def test_a_killed_save_leaves_a_whole_step(make, seed):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_save_that_is_interrupted_can_be_made_again(make, small, monkeypatch, when):
+def test_a_save_that_is_interrupted_can_be_made_again(make_anywhere, small, monkeypatch, when):
     import orbax.checkpoint as ocp
 
     start = ocp.CheckpointManager.save
@@ -274,7 +279,7 @@ def test_a_save_that_is_interrupted_can_be_made_again(make, small, monkeypatch, 
             start(self, *args, **options)
         raise KeyboardInterrupt
 
-    manager = make()
+    manager = make_anywhere()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ocp.CheckpointManager, "save", interrupted)
         manager.save(1, small, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from object_store import copy_tree, files_below, object_store
 
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, SavePolicy
-from jaxtrain.checkpoint.verify import verify
+from jaxtrain.files.store import COMMITTED, AnyPath, any_path, is_local, move
+from jaxtrain.inspection.verify import verify
 from jaxtrain.state_format.chunks import Box, digest
 from jaxtrain.state_format.manifest import Manifest, read_manifest, refuse_gaps
 
@@ -73,10 +75,32 @@ def equal(a: dict, b: dict) -> bool:
     return all(x.tobytes() == y.tobytes() for x, y in pairs)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
-    """A run with two steps; of the second only `params.w` and `step` differ."""
-    run = tmp_path_factory.mktemp("run")
+Saved = tuple[AnyPath, dict, dict]
+
+
+@pytest.fixture(scope="module", params=["disk", "store"])
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Saved]:
+    """A run with two steps, on the disk and in an object store; of the second only `params.w` and
+    `step` differ."""
+    if request.param == "disk":
+        yield written(tmp_path_factory.mktemp("run"))
+        return
+    with object_store():
+        yield written(any_path("run", "s3://bucket/run"))
+
+
+@pytest.fixture
+def copy(saved: Saved, tmp_path: Path) -> AnyPath:
+    """A copy of that run, beside it."""
+    run = saved[0]
+    if isinstance(run, Path):
+        return copy_tree(run, tmp_path / "run")
+    return copy_tree(run, run.parent / tmp_path.name)
+
+
+def written(run: AnyPath) -> Saved:
     first = placed()
     params = first["params"]
     second = {**first, "params": {**params, "w": params["w"] + 1}, "step": first["step"] + 1}
@@ -86,7 +110,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
     return run, first, second
 
 
-def damage(path: Path, how: str, draw: random.Random) -> range:
+def damage(path: AnyPath, how: str, draw: random.Random) -> range:
     """Damages the file; which of its bytes changed."""
     data = bytearray(path.read_bytes())
     path.unlink()
@@ -102,7 +126,7 @@ def damage(path: Path, how: str, draw: random.Random) -> range:
     return changed
 
 
-def needed(manifest: Manifest, path: Path, how: str, changed: range) -> bool:
+def needed(manifest: Manifest, path: AnyPath, how: str, changed: range) -> bool:
     """Whether step 2 has something in those bytes; that a pack is cut or gone is always told."""
     if path.name == "manifest.json":
         return True
@@ -111,7 +135,17 @@ def needed(manifest: Manifest, path: Path, how: str, changed: range) -> bool:
     return bool(chunks) and (how != "flipped" or any(a <= changed[0] < b for a, b in ends))
 
 
-def restored(run: Path, template: dict) -> tuple[dict | None, int | None]:
+def is_commit(path: AnyPath, how: str) -> bool:
+    """True if a step of a store is no longer committed without that file."""
+    return (
+        not is_local(path)
+        and how == "deleted"
+        and path.parent.name == "2"
+        and path.name == COMMITTED
+    )
+
+
+def restored(run: AnyPath, template: dict) -> tuple[dict | None, int | None]:
     """As a start of a run restores, and the step it was."""
     with CheckpointManager(run / "checkpoints", SavePolicy()) as manager:
         while (step := manager.newest_whole()) is not None:
@@ -122,15 +156,13 @@ def restored(run: Path, template: dict) -> tuple[dict | None, int | None]:
     return None, None
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_no_damage_is_restored(saved: tuple[Path, dict, dict], tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(120))
+def test_no_damage_is_restored(saved: Saved, copy: AnyPath, seed: int) -> None:
     """Of any one file of the newest step: found and named, or harmless, and in no case does a
     restore give other bits than those that were saved."""
     run, first, second = saved
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
     draw = random.Random(seed)
-    files = sorted(p for p in (copy / "checkpoints" / "2").rglob("*") if p.is_file())
+    files = files_below(copy / "checkpoints" / "2")
     path = draw.choice(files)
     how = draw.choice(["flipped", "flipped", "truncated", "deleted"])
     changed = damage(path, how, draw)
@@ -139,7 +171,9 @@ def test_no_damage_is_restored(saved: tuple[Path, dict, dict], tmp_path: Path, s
     state, step = restored(copy, onto(first, *draw.choice([("a", "b"), (None, "b"), ()])))
     assert state is not None and step is not None
     assert equal(state, {1: first, 2: second}[step])
-    if needed(read_manifest(run / "checkpoints" / "2"), path, how, changed):
+    if is_commit(path, how):
+        assert step == 1 and 2 not in verdict
+    elif needed(read_manifest(run / "checkpoints" / "2"), path, how, changed):
         assert step == 1
         named = " ".join(verdict[2])
         assert path.name in named or any(leaf in named for leaf in LEAVES)
@@ -149,31 +183,24 @@ def test_no_damage_is_restored(saved: tuple[Path, dict, dict], tmp_path: Path, s
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "commit_success.txt", "manifest.json"])
-def test_a_damaged_step_is_in_nobodys_way(
-    saved: tuple[Path, dict, dict], tmp_path: Path, name: str, how: str
-) -> None:
+def test_a_damaged_step_is_in_nobodys_way(saved: Saved, copy: AnyPath, name: str, how: str) -> None:
     """Saves go on, and keep what is good, whatever has become of the files of the last."""
-    run, first, _ = saved
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    folder = copy / "checkpoints" / "2"
-    damage(next(folder.rglob(name)), how, random.Random(0))
+    first, folder = saved[1], copy / "checkpoints" / "2"
+    path = next(p for p in files_below(folder) if p.name == name)
+    damage(path, how, random.Random(0))
     with CheckpointManager(copy / "checkpoints", SavePolicy(every=1, keep=2)) as manager:
         step = manager.newest_whole()
         manager.set_damaged_aside()
-        assert manager.steps() == ([1] if name == "manifest.json" else [1, 2])
+        lost = name == "manifest.json" or is_commit(path, how)
+        assert manager.steps() == ([1] if lost else [1, 2])
         manager.save(3, {**first, "step": first["step"] + 2}, {"step": 3})
         manager.wait()
         assert manager.steps() == [step, 3]
     assert [found.damages for found in verify(copy)] == [[], []]
 
 
-def test_where_every_step_is_damaged_nothing_is_restored(
-    saved: tuple[Path, dict, dict], tmp_path: Path
-) -> None:
-    run, first, _ = saved
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+def test_where_every_step_is_damaged_nothing_is_restored(saved: Saved, copy: AnyPath) -> None:
+    first = saved[1]
     for step in ("1", "2"):
         chunk = read_manifest(copy / "checkpoints" / step).chunks["params.half"][0]
         pack = copy / "checkpoints" / step / "state" / chunk.pack
@@ -184,12 +211,12 @@ def test_where_every_step_is_damaged_nothing_is_restored(
     with pytest.raises(DamagedCheckpoint, match=r"params\.half.*no step there is whole"):
         restored(copy, onto(first, "a"))
     for step in ("1", "2"):
-        (copy / "checkpoints" / step).rename(copy / "checkpoints" / f"{step}.damaged")
+        move(copy / "checkpoints" / step, copy / "checkpoints" / f"{step}.damaged")
     with pytest.raises(DamagedCheckpoint, match=r"set aside: 1\.damaged, 2\.damaged"):
         restored(copy, onto(first, "a"))
 
 
-def test_a_manifest_with_gaps_or_repeats_is_refused(saved: tuple[Path, dict, dict]) -> None:
+def test_a_manifest_with_gaps_or_repeats_is_refused(saved: Saved) -> None:
     manifest = read_manifest(saved[0] / "checkpoints" / "2")
     chunks = manifest.chunks["params.w"]
     for wrong in (chunks[:-1], [*chunks[:-1], chunks[0]], [*chunks, chunks[0]]):
@@ -197,10 +224,7 @@ def test_a_manifest_with_gaps_or_repeats_is_refused(saved: tuple[Path, dict, dic
             refuse_gaps(manifest.leaves, {**manifest.chunks, "params.w": wrong})
 
 
-def test_a_flip_names_its_leaf_and_place(saved: tuple[Path, dict, dict], tmp_path: Path) -> None:
-    run, _, _ = saved
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+def test_a_flip_names_its_leaf_and_place(saved: Saved, copy: AnyPath) -> None:
     with CheckpointManager(copy / "checkpoints", SavePolicy()) as manager:
         chunk = manager.manifest(2).chunks["params.w"][3]
     pack = copy / "checkpoints" / "2" / "state" / chunk.pack

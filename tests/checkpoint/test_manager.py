@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from object_store import object_store
 
 from jaxtrain.checkpoint import CheckpointError, CheckpointManager, SavePolicy
 
@@ -75,15 +77,17 @@ def assert_bit_equal(found, expected) -> None:
         assert bits(a) == bits(b)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """One state, saved once from eight devices."""
-    directory = tmp_path_factory.mktemp("saved")
-    state = place(make_state(), mesh_of(*EIGHT), ROWS)
-    metadata = {"step": 4, "position": 10**15, "lr": 0.1 + 0.2, "config": {"sizes": [1, 2]}}
-    with CheckpointManager(directory, SavePolicy(every=1, keep=1)) as manager:
-        manager.save(4, state, metadata)
-    return directory, state, metadata
+@pytest.fixture(scope="module", params=["disk", "store"])
+def saved(request, tmp_path_factory):
+    """One state, saved once from eight devices, on the disk or in an object store."""
+    on_disk = request.param == "disk"
+    with nullcontext() if on_disk else object_store():
+        directory = tmp_path_factory.mktemp("saved") if on_disk else "s3://bucket/saved"
+        state = place(make_state(), mesh_of(*EIGHT), ROWS)
+        metadata = {"step": 4, "position": 10**15, "lr": 0.1 + 0.2, "config": {"sizes": [1, 2]}}
+        with CheckpointManager(directory, SavePolicy(every=1, keep=1)) as manager:
+            manager.save(4, state, metadata)
+        yield directory, state, metadata
 
 
 @pytest.mark.parametrize(
@@ -154,8 +158,8 @@ def test_every_leaf_that_does_not_fit_is_named_and_nothing_is_read(saved):
     assert manager._orbax is None, "it must be refused before anything is opened"
 
 
-def test_donating_right_after_save_changes_nothing_on_disk(make):
-    manager = make()
+def test_donating_right_after_save_changes_nothing_that_is_written(make_anywhere):
+    manager = make_anywhere()
     placed = NamedSharding(mesh_of(*EIGHT), ROWS)
     start = np.arange(2.0**18, dtype="float32").reshape(512, 512)
     step = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
@@ -171,7 +175,7 @@ def test_donating_right_after_save_changes_nothing_on_disk(make):
     assert (np.asarray(found["x"]) == start).all()
 
 
-def test_a_run_that_resumes_goes_on_as_if_it_had_not_stopped(make):
+def test_a_run_that_resumes_goes_on_as_if_it_had_not_stopped(make_anywhere):
     optimizer = optax.adamw(1e-2)
     inputs = jax.random.normal(jax.random.key(0), (4, 8, 8))
 
@@ -186,13 +190,13 @@ def test_a_run_that_resumes_goes_on_as_if_it_had_not_stopped(make):
 
     w = jax.device_put(jnp.eye(8), NamedSharding(mesh_of(*EIGHT), ROWS))
     state = {"w": w, "optimizer": jax.jit(optimizer.init)(w)}
-    manager = make()
+    manager = make_anywhere()
     for step, x in enumerate(inputs):
         if step == 2:
             manager.save(step, state, {"position": step})
         state = update(state, x)
     manager.close()
-    again, metadata = make().restore(2, abstract(state))
+    again, metadata = make_anywhere().restore(2, abstract(state))
     for x in inputs[metadata["position"] :]:
         again = update(again, x)
     assert_bit_equal(again, state)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import Best, CheckpointManager, Keep, SavePolicy
 from jaxtrain.checkpoint.retention import Retention
-from jaxtrain.checkpoint.verify import verify
+from jaxtrain.inspection.verify import verify
 from jaxtrain.state_format.chunks import Box, Part, cut
 from jaxtrain.state_format.leaves import stored_bytes
 from jaxtrain.state_format.pack import SMALL, write_chunks

@@ -17,7 +17,7 @@ import pytest
 
 from jaxtrain.checkpoint import CheckpointManager, DamagedCheckpoint, LocalTier, SavePolicy
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.checkpoint.verify import verify
+from jaxtrain.inspection.verify import verify
 from jaxtrain.state_format.manifest import HEAD, text_digest
 
 STEPS = (2, 4, 6, 8)

@@ -33,14 +33,15 @@ from jaxtrain.checkpoint.local_tier import LocalSteps
 from jaxtrain.checkpoint.run_config import read_config
 from jaxtrain.checkpoint.storage import whole_manifest
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.checkpoint.verify import verify
 from jaxtrain.cluster import run_lock
 from jaxtrain.cluster.run_lock import refuse_held, sole_run
 from jaxtrain.cluster.sampler import STARTED_BY
+from jaxtrain.files.store import put
+from jaxtrain.inspection.verify import verify
 from jaxtrain.run import loop
 from jaxtrain.state_format.chunks import Box, Chunk, Part
 from jaxtrain.state_format.leaves import LeafRecord
-from jaxtrain.state_format.manifest import FAILED, HEAD, NAME, text_digest, write_synced
+from jaxtrain.state_format.manifest import FAILED, HEAD, NAME, text_digest
 from jaxtrain.state_format.pack import read_chunk, write_chunks
 from jaxtrain.state_format.parts import OwnedParts
 from jaxtrain.state_format.slots import BoxPiece
@@ -416,7 +417,7 @@ def take_from_another(directory: Path, name: str) -> None:
 PART = Part("w", Box((0,), (3,)), np.arange(3, dtype=np.uint8))
 THROUGH: dict[str, Callable[[Path], object]] = {
     "a pack": lambda d: write_chunks(d, "link", [PART]),
-    "a manifest": lambda d: write_synced(d / "link", b"{}"),
+    "a manifest": lambda d: put(d / "link", b"{}"),
     "a local pack": lambda d: write_through_the_local_tier(d, [PART], "pack"),
     "a local pack of nothing": lambda d: write_through_the_local_tier(d, [], "pack"),
     "a local record": lambda d: write_through_the_local_tier(d, [PART], "tmp"),

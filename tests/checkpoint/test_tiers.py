@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import DamagedCheckpoint, LocalTier, Minutes, SavePolicy
 from jaxtrain.checkpoint.tiers import Checkpoints
-from jaxtrain.checkpoint.verify import verify
+from jaxtrain.inspection.verify import verify
 from jaxtrain.state_format import hashing
 
 

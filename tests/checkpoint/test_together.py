@@ -222,7 +222,7 @@ def test_a_manifest_that_cannot_be_written_is_told_in_the_step(
         raise OSError(28, "No space left on device")
 
     if not room:
-        monkeypatch.setattr(handler, "write_synced", full)
+        monkeypatch.setattr(handler, "put", full)
     writer = ChunkHandler()
     writer._saving = saving_of(fails)
     writer.finalize(tmp_path)
@@ -344,7 +344,7 @@ FAILS = {
     2: [(manager, "owned_parts", 1)],
     4: [(handler, "write_part", 1)],
     6: [(handler, "write_manifest", 0)],
-    8: [(handler, "write_manifest", 0), (handler, "write_synced", 0)],
+    8: [(handler, "write_manifest", 0), (handler, "put", 0)],
     10: [(manager, "failure_of", 1)],
 }
 for step in range(1, 12):

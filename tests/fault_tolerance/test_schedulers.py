@@ -333,6 +333,9 @@ def test_options_that_a_scheduler_has_no_use_for_are_refused(capsys) -> None:
     assert cli.main(["launch", "--processes=8", *flags, *train]) == cli.REFUSED
     said = capsys.readouterr().err
     assert all(f"{flag.partition('=')[0]} is for a scheduler" in said for flag in flags)
+    pods = ["launch", "--k8s", "--dry-run", "--image=a", *train[:-1], "s3://bucket/run"]
+    assert cli.main(pods) == cli.REFUSED
+    assert "s3://bucket/run: jobs of --k8s have runs on the volume" in capsys.readouterr().err
     assert cli.main(["launch", "--k8s", *train]) == cli.REFUSED
     said = capsys.readouterr().err
     assert "--image, which has jaxtrain in it" in said and "the --claim of a volume" in said

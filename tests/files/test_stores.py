@@ -1,4 +1,5 @@
-"""The address of an object store is refused wherever a path is given: it would become a folder."""
+"""The address of an object store is refused wherever a path is needed: it would become a folder. A
+run may be in one."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from jaxtrain.huggingface import read_params, write_folder
 from jaxtrain.huggingface.peft import huggingface_lora, read_adapters
 from jaxtrain.huggingface.peft_write import write_adapters
 from jaxtrain.weights.loading import load
+from jaxtrain.weights.start import run_of
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
 EXPERIMENT = jaxtrain.Experiment(
@@ -29,18 +31,13 @@ EXPERIMENT = jaxtrain.Experiment(
 ONE = jaxtrain.mesh_from_axes(data=1)
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "train, run directory": lambda at: jaxtrain.train(EXPERIMENT, ONE, run_dir=at),
     "train, cache": lambda at: jaxtrain.train(EXPERIMENT, ONE, cache_dir=at),
     "train, experiment": lambda at: jaxtrain.train(at, ONE),
     "train, mesh": lambda at: jaxtrain.train(EXPERIMENT, at),
     "check, experiment": lambda at: jaxtrain.check(at, ONE),
     "check, mesh": lambda at: jaxtrain.check(EXPERIMENT, at),
     "certify": lambda at: next(jaxtrain.certify(at, devices=1)),
-    "generate": lambda at: jaxtrain.generate_text(at, "a"),
-    "export, run": lambda at: jaxtrain.export(at, "out"),
     "export, folder": lambda at: jaxtrain.export("run", at),
-    "load": load,
-    "verify": jaxtrain.verify,
     "weights": jaxtrain.huggingface_config,
     "weights, read": lambda at: read_params(at, EXPERIMENT.model, {}),
     "weights, written": lambda at: write_folder(at, EXPERIMENT.model, {}),
@@ -49,8 +46,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "adapters": lambda at: huggingface_lora(at, EXPERIMENT.model),
     "adapters, read": lambda at: read_adapters(at, EXPERIMENT.model, {}),
     "adapters, written": lambda at: write_adapters(at, EXPERIMENT.model, {}, alpha=1.0),
-    "a start from a run": jaxtrain.FromRun,
-    "checkpoints": lambda at: jaxtrain.checkpoint.CheckpointManager(at, jaxtrain.SavePolicy()),
     "a local tier": lambda at: jaxtrain.checkpoint.LocalTier(directory=str(at)),
     "text": lambda at: jaxtrain.TextFiles(str(at)),
     "text, held out": lambda at: jaxtrain.TextFiles("a", held_out_patterns=("b", str(at))),
@@ -65,21 +60,39 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "bench checkpoint": lambda at: bench_checkpoint(("1MiB",), directory=at),
 }
 
+RUNS: dict[str, Callable[[Any], Any]] = {
+    "train, run directory": lambda at: jaxtrain.train(EXPERIMENT, ONE, run_dir=at),
+    "generate": lambda at: jaxtrain.generate_text(at, "a"),
+    "export, run": lambda at: jaxtrain.export(at, "out"),
+    "load": load,
+    "verify": jaxtrain.verify,
+    "checkpoints": lambda at: jaxtrain.checkpoint.CheckpointManager(at, jaxtrain.SavePolicy()),
+    "a branch": lambda at: jaxtrain.train(EXPERIMENT, ONE, run_dir="run", from_run=at),
+    "evaluate": jaxtrain.evaluate,
+    "a start from a run": lambda at: run_of(jaxtrain.FromRun(at)),
+}
+"""Functions of runs, which may be in a store."""
+
 SCHEDULE = ("schedule", "--kind=gpipe", "--stages=2", "--microbatches=2")
 
 COMMANDS: dict[str, list[str]] = {
-    "train": ["train", "experiments/stdlib_lm.py", "--run-dir", "AT"],
     "train, mesh": ["train", "experiments/stdlib_lm.py", "--mesh", "AT"],
     "train, experiment": ["train", "AT"],
     "compile": ["compile", "AT", "--mesh", "meshes/cpu_1.toml"],
-    "generate": ["generate", "AT", "--prompt", "a"],
-    "export": ["export", "AT", "--out", "out"],
     "export, folder": ["export", "run", "--out", "AT"],
-    "verify": ["verify", "AT"],
     "tokenize": ["tokenize", "experiments/stdlib_lm.py", "--out", "AT"],
     "schedule": ["schedule", "--table", "AT"],
     "schedule, picture": [*SCHEDULE, "--svg", "AT"],
     "schedule, table": [*SCHEDULE, "--save", "AT"],
+}
+
+RUN_COMMANDS: dict[str, list[str]] = {
+    "train": ["train", "experiments/stdlib_lm.py", "--run-dir", "AT"],
+    "train, branch": ["train", "experiments/stdlib_lm.py", "--from", "AT"],
+    "generate": ["generate", "AT", "--prompt", "a"],
+    "export": ["export", "AT", "--out", "out"],
+    "evaluate": ["evaluate", "AT"],
+    "verify": ["verify", "AT"],
 }
 
 ADDRESSES = ("gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run"))
@@ -110,7 +123,39 @@ def test_no_command_takes_the_address_of_a_store_for_a_path(
     given = [word.replace("AT", "gs://bucket/run") for word in COMMANDS[name]]
     assert cli.main(given) == cli.REFUSED
     said = capsys.readouterr()
-    assert "is an address, and gs:// is not read or written yet" in said.err and not said.out
+    assert "is an address, and gs:// is not read or written here" in said.err and not said.out
+
+
+@pytest.fixture
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which no package reaches a store."""
+    monkeypatch.setattr("jaxtrain.files.store.find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize("address", ADDRESSES, ids=repr)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_in_a_store_names_the_package_that_is_missing(
+    name: str, address: Any, no_packages: None
+) -> None:
+    package = {"gs": "gcsfs", "s3": "s3fs"}[str(address)[:2]]
+    with pytest.raises(ValueError, match=f"is not installed: pip install {package}$"):
+        RUNS[name](address)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_in_a_store_of_another_kind_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="is an address, and hdfs:// is not read or"):
+        RUNS[name]("hdfs://bucket/run")
+
+
+@pytest.mark.parametrize("name", RUN_COMMANDS)
+def test_a_command_names_the_package_that_is_missing(
+    name: str, capsys: pytest.CaptureFixture[str], no_packages: None
+) -> None:
+    given = [word.replace("AT", "gs://bucket/run") for word in RUN_COMMANDS[name]]
+    assert cli.main(given) == cli.REFUSED
+    said = capsys.readouterr()
+    assert "is not installed: pip install gcsfs" in said.err and not said.out
 
 
 def test_paths_are_no_addresses() -> None:

@@ -325,14 +325,14 @@ def test_all_processes_hear_that_one_cannot_write_the_directory_again(
         if fails == 0 and len(asked) == 4:
             raise ValueError("no room")
 
-    def shared(act: Callable[[], None]) -> None:
+    def shared(act: Callable[[], str]) -> str:
         met.append(len(asked))
         if fails == 1 and len(asked) == 4:
             raise FailedTogether("process 1: no room")
-        act()
+        return act()
 
     monkeypatch.setattr(RunDirectory, "restore_missing", refuse)
-    monkeypatch.setattr(saves, "share_failure", shared)
+    monkeypatch.setattr(saves, "from_first", shared)
     monkeypatch.setattr(CheckpointManager, "poll", CheckpointManager.wait)
     stream = io.StringIO()
     policy = jaxtrain.SavePolicy(every=2)

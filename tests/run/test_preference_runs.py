@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from object_store import object_store
 
 import jaxtrain
 from jaxtrain import (
@@ -30,6 +31,7 @@ from jaxtrain import (
 from jaxtrain.checkpoint.run_config import REFERENCE
 from jaxtrain.data import Conversations, JsonLines, Preferences, TokenizerFile
 from jaxtrain.files import array_file
+from jaxtrain.inspection.verify import damaged_reference
 from jaxtrain.losses import DPO
 from jaxtrain.moe import Balance
 from jaxtrain.session.session import Session
@@ -94,7 +96,7 @@ def tuned(folder: Path, **tuning: Any) -> Experiment:
     )
 
 
-def train(experiment: Experiment, run: Path | None, folder: Path, **options: Any) -> str:
+def train(experiment: Experiment, run: str | Path | None, folder: Path, **options: Any) -> str:
     axes = options.pop("axes", {"data": 1})
     stream = io.StringIO()
     jaxtrain.train(
@@ -205,6 +207,27 @@ def test_a_run_goes_on_without_the_model_that_it_began_with(
     said = train(moved, begun, folder)
     assert "resuming at step 3" in said and "in the first model" not in said
     assert losses_of(begun) == losses_of(run), "to the bit"
+
+
+def test_a_run_in_a_store_keeps_its_losses_there(
+    folder: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine goes on with them, and `verify` reads them."""
+    experiment, address = tuned(folder), "s3://bucket/pairs"
+    with object_store() as store:
+        for number, logging in enumerate((stopping(experiment), experiment.logging)):
+            (tmp_path / str(number)).mkdir()
+            monkeypatch.chdir(tmp_path / str(number))
+            said = train(replace(experiment, logging=logging), address, folder)
+        assert "resuming at step 3" in said and "in the first model" not in said
+        assert losses_of(Path("runs/pairs")) == losses_of(run), "to the bit"
+        assert damaged_reference(address) == []
+        name = next(name for name in store.files if name.endswith(".losses"))
+        data = bytearray(store.files[name])
+        data[-1] ^= 1
+        store.files[name] = bytes(data)
+        (damage,) = damaged_reference(address)
+        assert f"s3://{name}" in damage
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from tiny import Asking
 
 import jaxtrain
 from jaxtrain.checkpoint import CheckpointError, CheckpointManager, DamagedCheckpoint
-from jaxtrain.checkpoint.verify import verify
 from jaxtrain.experiment import config_of
 from jaxtrain.fault_tolerance.faults import _make_foreign
+from jaxtrain.inspection.verify import verify
 from jaxtrain.run.saving import checkpoints_of
 from jaxtrain.session.session import _apart
 from jaxtrain.state_format.manifest import read_manifest, write_manifest

@@ -12,7 +12,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain import cli
-from jaxtrain.checkpoint.verify import verify
+from jaxtrain.inspection.verify import verify
 from jaxtrain.session.notes import notes
 from jaxtrain.state_format import hashing
 from jaxtrain.state_format.hashing import LacksPackage

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxtrain.checkpoint.run_config import (
-    CHECKPOINTS,
     NAME,
     REFERENCE,
     REFERENCE_KIND,
@@ -15,13 +14,16 @@ from jaxtrain.checkpoint.run_config import (
 from jaxtrain.checkpoint.storage import (
     CheckpointError,
     DamagedCheckpoint,
+    FailedStorage,
+    answering,
     committed_steps,
     steps_aside,
     whole_manifest,
 )
 from jaxtrain.files.array_file import DamagedFile, open_arrays
 from jaxtrain.files.regular import refuse_links
-from jaxtrain.files.stores import local_path
+from jaxtrain.files.store import AnyPath, any_path, local_copy, names_in
+from jaxtrain.files.stored_run import CHECKPOINTS, checkpoints_in
 from jaxtrain.state_format.manifest import Foreign
 from jaxtrain.state_format.reader import verify_chunks
 
@@ -42,16 +44,18 @@ class Verdict(NamedTuple):
         return not self.damages and not self.foreign
 
 
-def verify(run_dir: str | Path, foreign: Foreign = lambda metadata: []) -> list[Verdict]:
-    """Returns a verdict on each committed step of a run directory's durable tier, oldest first.
+def verify(run_dir: str | AnyPath, foreign: Foreign = lambda metadata: []) -> list[Verdict]:
+    """Returns a verdict on each committed step of a run directory's durable tier, oldest first; the
+    directory may be in a store.
     Writes nothing, needs no device, and may run during a run. foreign: returns why a step with this
     metadata is not of the run's experiment.
 
     Raises ValueError where no step is committed there, or links lead out of it.
     """
-    run = local_path("run_dir", run_dir)
-    refuse_links(run)
-    directory = run / CHECKPOINTS
+    run = any_path("run_dir", run_dir)
+    if isinstance(run, Path):
+        refuse_links(run)
+    directory = checkpoints_in(run)
     steps = committed_steps(directory)
     if not steps:
         aside = ", ".join(steps_aside(directory))
@@ -62,24 +66,27 @@ def verify(run_dir: str | Path, foreign: Foreign = lambda metadata: []) -> list[
         )
     verdicts = [_verdict(directory, step, foreign) for step in steps]
     # A run beside this may have removed a step while it was read.
-    return [verdict for verdict in verdicts if (directory / str(verdict.step)).is_dir()]
+    remaining = committed_steps(directory)
+    return [verdict for verdict in verdicts if verdict.step in remaining]
 
 
-def damaged_reference(run_dir: str | Path) -> list[str]:
+def damaged_reference(run_dir: str | AnyPath) -> list[str]:
     """Returns a line for each damaged file of losses in the model that a run began with."""
-    damages = []
-    for path in sorted((local_path("run_dir", run_dir) / REFERENCE).glob("[!.]*")):
-        try:
-            open_arrays(path, kind=REFERENCE_KIND, verify=True)
-        except DamagedFile as error:
-            damages.append(str(error).partition(";")[0])
+    folder, damages = any_path("run_dir", run_dir) / REFERENCE, []
+    for name in sorted(name for name in names_in(folder) if not name.startswith(".")):
+        with local_copy(folder / name) as path:
+            try:
+                open_arrays(path, kind=REFERENCE_KIND, verify=True)
+            except DamagedFile as error:
+                reason = str(error).partition(";")[0]
+                damages.append(reason.replace(str(path), str(folder / name)))
     return damages
 
 
-def require_experiment(run_dir: str | Path) -> Any:
+def require_experiment(run_dir: str | AnyPath) -> Any:
     """Returns the experiment in a run directory's config.json, as it is stored. Raises ValueError
     where there is none: no start goes on with such a run."""
-    experiment = stored_experiment(local_path("run_dir", run_dir))
+    experiment = stored_experiment(any_path("run_dir", run_dir))
     if experiment is None:
         raise ValueError(
             f"{NAME} in {run_dir} names no experiment; put back the one that the run wrote"
@@ -87,13 +94,16 @@ def require_experiment(run_dir: str | Path) -> Any:
     return experiment
 
 
-def _verdict(directory: Path, step: int, foreign: Foreign) -> Verdict:
+def _verdict(directory: AnyPath, step: int, foreign: Foreign) -> Verdict:
     try:
         manifest = whole_manifest(directory, step)
     except DamagedCheckpoint as error:
         return Verdict(step, 0, 0, error.damages, [])
+    except FailedStorage:
+        raise
     except CheckpointError as error:
         return Verdict(step, 0, 0, [str(error)], [])
     chunks = [chunk for leaf_chunks in manifest.chunks.values() for chunk in leaf_chunks]
     read = len(chunks), sum(chunk.size for chunk in chunks)
-    return Verdict(step, *read, verify_chunks(manifest), foreign(manifest.metadata))
+    with answering(directory, step):
+        return Verdict(step, *read, verify_chunks(manifest), foreign(manifest.metadata))

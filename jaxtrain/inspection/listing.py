@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from jaxtrain.checkpoint.run_config import (
     ABSENT,
-    CHECKPOINTS,
     NAME,
     FieldDifference,
     config_differences,
@@ -23,6 +22,7 @@ from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.cluster.run_lock import is_held
 from jaxtrain.experiment import completed
 from jaxtrain.experiment.stored import by_object
+from jaxtrain.files.stored_run import CHECKPOINTS, POINTER
 from jaxtrain.files.stores import local_path
 from jaxtrain.reprs import aligned
 from jaxtrain.session.lineage import recorded_in
@@ -95,12 +95,12 @@ def runs(folder: str | Path = "runs") -> RunList:
     followed, and no code of theirs is imported. Raises ValueError if there is no such folder."""
     path = local_path("folder", folder)
     if not path.is_dir():
-        what = f"{path} is no folder" if path.exists() else f"there is no folder {path}"
-        raise ValueError(f"{what}; give the one that holds your run directories")
+        problem = f"{path} is no folder" if path.exists() else f"there is no folder {path}"
+        raise ValueError(f"{problem}; give the one that holds your run directories")
     listed: list[ListedRun] = []
     previous: dict[str, Any] | None = None
-    found = [read for run in _directories(path) if (read := _read(run)) is not None]
-    for entry, config in sorted(found, key=lambda run: (run[0].changed, run[0].path)):
+    read_runs = [read for run in _directories(path) if (read := _read(run)) is not None]
+    for entry, config in sorted(read_runs, key=lambda run: (run[0].changed, run[0].path)):
         if config is not None and previous is not None and entry.branch is None:
             differences = by_object(config_differences(previous, config))
             differs = tuple((d.path, _now(d)) for d in differences)
@@ -112,8 +112,8 @@ def runs(folder: str | Path = "runs") -> RunList:
 
 def _directories(folder: Path) -> Iterator[Path]:
     """Yields the run directories at or below a folder."""
-    for here, below, files in os.walk(folder):
-        path = Path(here)
+    for directory, below, files in os.walk(folder):
+        path = Path(directory)
         if NAME in files:
             yield path
             below.clear()
@@ -141,15 +141,20 @@ def _read(run: Path) -> tuple[ListedRun, dict[str, Any] | None] | None:
     except (OSError, ValueError) as error:
         return ListedRun(run, "unreadable", changed=changed, problem=str(error)), None
     steps = stored.get("steps")
-    step = max([last or 0, *committed_steps(run / CHECKPOINTS)[-1:]])
+    step = max([last or 0, *_saved_here(run)[-1:]])
     state = "running" if is_held(run) else "done" if step == steps else "stopped"
     numbers = (newest.get("loss"), newest.get("eval_loss"))
-    known = steps if isinstance(steps, int) else None
-    entry = ListedRun(run, state, step, known, *numbers, changed)
+    whole = steps if isinstance(steps, int) else None
+    entry = ListedRun(run, state, step, whole, *numbers, changed)
     if began is not None:
         differs = tuple((path, values[1]) for path, values in began["differs"].items())
         entry = entry._replace(branch=f"{began['run']}@{began['step']}", differs=differs)
     return entry, completed({"experiment": stored})
+
+
+def _saved_here(run: Path) -> list[int]:
+    """Returns the steps saved on this machine: a list of runs waits for no store."""
+    return [] if (run / POINTER).exists() else committed_steps(run / CHECKPOINTS)
 
 
 def _cells(run: ListedRun) -> list[str]:
