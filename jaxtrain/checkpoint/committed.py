@@ -26,6 +26,28 @@ from jaxtrain.state_format.reader import Damaged, Read, read_arrays, verify_chun
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 
+def read_for_all(
+    manifest: Manifest,
+    specs: dict[str, jax.ShapeDtypeStruct],
+    directory: AnyPath,
+    step: int,
+    slots: AllSlots = AS_THEY_REST,
+    read: Read | None = None,
+) -> tuple[dict[str, jax.Array], list[str]]:
+    """Returns the arrays of `specs` as `read_arrays`, or none and the damages that this process
+    found. Raises FailedStorage on all processes where a store does not answer one of them. All of
+    them call it."""
+
+    def read_here() -> tuple[dict[str, jax.Array], list[str]]:
+        try:
+            with answering(directory, step):
+                return read_arrays(manifest, specs, read, slots), []
+        except Damaged as error:
+            return {}, error.damages
+
+    return share_failure(read_here)
+
+
 class CommittedSteps:
     """The committed steps in one directory, for reading. All processes make the same calls in the
     same order."""
@@ -122,15 +144,8 @@ class CommittedSteps:
                 f"{len(problems)} places:\n  " + "\n  ".join(problems) + "\nresume with the "
                 "experiment that saved it, or start a new run with another --run-dir"
             )
-
-        def read_whole() -> tuple[dict[str, jax.Array], list[str]]:
-            try:
-                with answering(self.directory, step):
-                    return read_arrays(manifest, leaf_table.to_request(named), read, slots), []
-            except Damaged as error:
-                return {}, error.damages
-
-        arrays, damages = share_failure(read_whole)
+        specs = leaf_table.to_request(named)
+        arrays, damages = read_for_all(manifest, specs, self.directory, step, slots, read)
         self._note(step, damages)
         if step in self.damaged:
             raise self.damaged[step]

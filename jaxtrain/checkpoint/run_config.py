@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from jaxtrain.checkpoint.storage import committed_steps, describe, json_text
 from jaxtrain.files.json_text import parse_json
 from jaxtrain.files.regular import replacing
-from jaxtrain.files.store import AnyPath, exists, read_named
+from jaxtrain.files.store import AnyPath, exists, is_local, read_named
 from jaxtrain.files.stored_run import checkpoints_in, place_of
 
 NAME = "config.json"
@@ -49,8 +49,8 @@ class FieldDifference(NamedTuple):
 def anew_in(run: AnyPath | None) -> str:
     """Returns the ways to begin another run in place of the one in a directory."""
     fresh = "by --fresh (fresh=True), which keeps this run beside it, or "
-    is_local = run is None or isinstance(checkpoints_in(run), Path)
-    return f"begin anew {fresh * is_local}in another --run-dir"
+    can_move = run is None or is_local(checkpoints_in(run))
+    return f"begin anew {fresh * can_move}in another --run-dir"
 
 
 def write_config(run_dir: Path, config: dict[str, Any]) -> Path:
@@ -172,8 +172,8 @@ def refuse_other_experiment(
     if differences:
         branch = ""
         if committed_steps(checkpoints_in(run_dir)):
-            is_local = isinstance(checkpoints_in(run_dir), Path)
-            source, name = (run_dir, "--name") if is_local else (place_of(run_dir), "--run-dir")
+            here = is_local(checkpoints_in(run_dir))
+            source, name = (run_dir, "--name") if here else (place_of(run_dir), "--run-dir")
             branch = (
                 "; a branch has its model and state, and may change the rest: "
                 f"--from {source}[@STEP] {name} NEW"

@@ -290,8 +290,9 @@ def remove_unfinished(directory: AnyPath) -> None:
 
 def remove_uncommitted(directory: AnyPath, step: int) -> None:
     """Removes what a store has of a step that is not committed. Raises OSError."""
-    if step in uncommitted_steps(directory):
-        remove(directory / str(step), early=f"{ITEM}/{MANIFEST}")
+    place = directory / str(step)
+    if not is_committed(place) and exists(place):
+        remove(place, early=f"{ITEM}/{MANIFEST}")
 
 
 def _entries(directory: AnyPath, ending: str) -> list[AnyPath]:

@@ -77,6 +77,15 @@ def write_text(path: Path, text: str) -> None:
         write_all(file, text.encode("utf-8"))
 
 
+def sync_names(directory: Path) -> None:
+    """Returns when names of new and renamed files in a directory are durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that takes the place of `path` at the end of the block: after a crash the old
@@ -92,11 +101,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the rename itself
-    finally:
-        os.close(directory)
+    sync_names(path.parent)
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:

@@ -1,8 +1,8 @@
 """Files on the local disk or in an object store: what checkpoints read and write goes through here.
 
 A path is a `pathlib.Path`, or for the address of a store (gs://bucket/run, s3://bucket/run) an
-`epath.Path` of the package etils, over fsspec. Both have `/`, `name`, `parent`, `exists`, `is_dir`,
-`iterdir`, `glob`, `mkdir` and `unlink`. What they do differently is a function of this module.
+`epath.Path` of the package etils, over fsspec. Both have `/`, `name` and `parent`; all else that is
+done with them is a function of this module, since it fails or is committed in other ways.
 
 A store has no rename that is atomic, no links and no directories: those are prefixes of names. It
 has files that appear whole or not at all. So what is to appear at once is committed by one more
@@ -28,7 +28,7 @@ from etils import epath
 
 from jaxtrain.files import objects
 from jaxtrain.files.folder import file_of
-from jaxtrain.files.regular import LARGEST_TEXT, open_regular, read_text, write_all
+from jaxtrain.files.regular import LARGEST_TEXT, open_regular, read_text, sync_names, write_all
 from jaxtrain.files.stores import PACKAGES, run_violations, scheme_of
 
 AnyPath = Path | epath.Path
@@ -103,6 +103,13 @@ def size_of(path: AnyPath) -> int | None:
     return None
 
 
+def required_size(path: AnyPath) -> int:
+    """Returns the bytes of a regular file. Raises OSError: FileNotFoundError where none is."""
+    if (size := size_of(path)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+    return size
+
+
 def exists(path: AnyPath) -> bool:
     """True if a file or directory is there. Raises OSError."""
     if isinstance(path, Path):
@@ -122,7 +129,7 @@ def read_named(directory: AnyPath, name: str) -> str:
     if isinstance(directory, Path):
         return read_text(file_of(directory, name))
     path = directory / name
-    if (size := _size(path)) > LARGEST_TEXT:
+    if (size := required_size(path)) > LARGEST_TEXT:
         raise ValueError(f"{path} has {size:,} bytes; a text has at most {LARGEST_TEXT:,}")
     return objects.read_range(path, 0, size).decode("utf-8")
 
@@ -142,10 +149,10 @@ def reading(path: AnyPath, offset: int, size: int) -> Iterator[FileIO | io.Bytes
     try:
         data = objects.read_range(path, offset, offset + size)
     except OSError:  # some stores refuse a range behind the end
-        if _size(path) >= offset + size:
+        if required_size(path) >= offset + size:
             raise
         data = b""
-    if len(data) < size and _size(path) >= offset + size:
+    if len(data) < size and required_size(path) >= offset + size:
         raise OSError(errno.EIO, "the answer is cut short", os.fspath(path))
     yield io.BytesIO(data) if len(data) == size else None
 
@@ -159,14 +166,8 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="jaxtrain-") as folder:
         copy = Path(folder) / path.name
-        copy.write_bytes(objects.read_range(path, 0, _size(path)))
+        copy.write_bytes(objects.read_range(path, 0, required_size(path)))
         yield copy
-
-
-def _size(path: epath.Path) -> int:
-    if (size := objects.size_of(path)) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-    return size
 
 
 class Writer:
@@ -202,11 +203,7 @@ def put(path: AnyPath, data: bytes) -> None:
     with writing(path) as writer:
         writer.write(data)
     if isinstance(path, Path):
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_names(path.parent)
 
 
 def share_file(source: AnyPath, target: AnyPath) -> None:

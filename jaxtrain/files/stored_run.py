@@ -32,10 +32,10 @@ from jaxtrain.files.regular import replacing
 from jaxtrain.files.store import (
     AnyPath,
     any_path,
-    exists,
     names_in,
     put,
     read_named,
+    required_size,
     writing,
 )
 from jaxtrain.files.stores import is_address, run_violations
@@ -100,9 +100,7 @@ def directory_here(run: str | Path) -> Path:
     `runs/NAME`, where NAME is the address's last part, and a longer name where another run has that
     directory. Raises ValueError for an address without a name, and for those that are not read."""
     if not is_address(run):
-        if violations := run_violations("run_dir", run):
-            raise ValueError(violations[0])
-        return Path(run)
+        return _path("run_dir", run)
     address = _address("run_dir", run)
     if "/" not in os.fspath(address).partition("://")[2]:
         raise ValueError(f"run_dir={str(run)!r} is a bucket; give a name in it: {address}/NAME")
@@ -112,6 +110,12 @@ def directory_here(run: str | Path) -> Path:
         return directory
     is_ours = pointer is not None and pointer.address == os.fspath(address)
     return directory if is_ours else directory.with_name(_unique_name(address)[:-16])
+
+
+def _path(name: str, run: str | Path) -> Path:
+    if violations := run_violations(name, run):
+        raise ValueError(violations[0])
+    return Path(run)
 
 
 def _unique_name(address: epath.Path) -> str:
@@ -154,9 +158,7 @@ def opened_for_reading(name: str, run: str | Path) -> Path:
     for its steps, in the cache. Raises ValueError as `directory_here` and where no run is,
     and StoreFailed."""
     if not is_address(run):
-        if violations := run_violations(name, run):
-            raise ValueError(violations[0])
-        return Path(run)
+        return _path(name, run)
     address = _address(name, run)
     directory = cache_directory() / "runs" / _unique_name(address)
     _bring(directory, address, {}, reads=True)
@@ -207,11 +209,7 @@ class RunCopy:
     def _copy_due(self) -> None:
         while self._is_due:
             self._is_due = False
-            self._copy()
-
-    def make(self) -> None:
-        """Copies now. Raises OSError, and ValueError if the run is `taken`."""
-        self._copy()
+            self.make()
 
     def failure(self) -> str | None:
         """Returns why the last copy that was begun failed; None if it did not, or is not done."""
@@ -221,13 +219,14 @@ class RunCopy:
     def close(self) -> None:
         """Copies once more, and ends the thread. Raises as `make`."""
         self._pool.shutdown()
-        self._copy()
+        self.make()
 
     def point(self) -> None:
         """Writes RUN/store.json."""
         _write_pointer(self._directory, self._pointer)
 
-    def _copy(self) -> None:
+    def make(self) -> None:
+        """Copies now. Raises OSError, and ValueError if the run is `taken`."""
         if problem := self.taken():
             raise ValueError(problem)
         for name in _names(self._directory):
@@ -327,8 +326,7 @@ def _send(path: Path, target: AnyPath) -> None:
 
 def _fetch(source: epath.Path, path: Path) -> None:
     """Writes a file of the store to a path, whole or not at all."""
-    if (size := objects.size_of(source)) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(source))
+    size = required_size(source)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         for start in range(0, size, PIECE):
@@ -340,9 +338,11 @@ def _fetch(source: epath.Path, path: Path) -> None:
 def _mark(address: epath.Path) -> str | None:
     """Returns the mark of the last copy in a store; None where there is none. Raises OSError, and
     ValueError for what is no mark."""
-    if not exists(address / MARK):
+    try:
+        text = read_named(address, MARK)
+    except FileNotFoundError:
         return None
-    mark = _object(read_named(address, MARK), f"{address / MARK}").get("mark")
+    mark = _object(text, f"{address / MARK}").get("mark")
     if not isinstance(mark, str) or mark == UNFINISHED:
         raise ValueError(
             f"{address / MARK} has no mark of a copy; remove it, if no run goes on there"

@@ -46,9 +46,8 @@ class Verdict(NamedTuple):
 
 def verify(run_dir: str | AnyPath, foreign: Foreign = lambda metadata: []) -> list[Verdict]:
     """Returns a verdict on each committed step of a run directory's durable tier, oldest first; the
-    directory may be in a store.
-    Writes nothing, needs no device, and may run during a run. foreign: returns why a step with this
-    metadata is not of the run's experiment.
+    directory may be in a store. Writes nothing, needs no device, and may run during a run. foreign:
+    returns why a step with this metadata is not of the run's experiment.
 
     Raises ValueError where no step is committed there, or links lead out of it.
     """

@@ -38,7 +38,7 @@ from jaxtrain.experiment import (
     resumable,
 )
 from jaxtrain.experiment.stored import refuse_unreadable
-from jaxtrain.files.store import AnyPath
+from jaxtrain.files.store import AnyPath, is_local
 from jaxtrain.files.stored_run import (
     POINTER,
     RunCopy,
@@ -66,8 +66,12 @@ def opened_run(stack: ExitStack, run_dir: str | Path | None) -> Path | None:
     closes. Raises on all processes if that fails on one, as `share_failure`."""
     if run_dir is None:
         return None
-    directory = share_failure(lambda: directory_here(run_dir))
-    stored = share_failure(lambda: place_of(directory) if (directory / POINTER).exists() else "")
+
+    def look() -> tuple[Path, str]:
+        directory = directory_here(run_dir)
+        return directory, place_of(directory) if (directory / POINTER).exists() else ""
+
+    directory, stored = share_failure(look)
     places = all_gather_text(stored)
     if not is_address(run_dir) and len({*places}) > 1:
         raise ValueError(
@@ -173,8 +177,8 @@ def refuse_unfit_anew(run: Path, config: dict[str, Any], experiment: Experiment)
     if jax.process_index() != 0:
         return
     begin = "and --fresh sets a run aside; give another --run-dir"
-    if (place := place_of(run)) != str(run.resolve()):
-        raise ValueError(f"{run} has its steps in {place}, {begin}")
+    if not is_local(checkpoints_in(run)):
+        raise ValueError(f"{run} has its steps in {place_of(run)}, {begin}")
     if run.is_symlink():
         raise ValueError(f"{run} is a link to {os.readlink(run)}, {begin}, such as that path")
     if run.exists() and not run.is_dir():

@@ -8,7 +8,6 @@ Nothing here imports Orbax, so that a fresh run can check for checkpoints quickl
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -22,7 +21,15 @@ import numpy as np
 
 from jaxtrain.files.folder import plain_name
 from jaxtrain.files.json_text import parse_json
-from jaxtrain.files.store import AnyPath, is_local, put, read_named, remove_file, size_of
+from jaxtrain.files.store import (
+    AnyPath,
+    is_local,
+    put,
+    read_named,
+    remove_file,
+    required_size,
+    size_of,
+)
 from jaxtrain.state_format.chunks import Box, Chunk, covers_once, digest
 from jaxtrain.state_format.hashing import hasher
 from jaxtrain.state_format.leaves import LeafRecord, records_from_json
@@ -81,11 +88,6 @@ def write_manifest(
         by_leaf.setdefault(c.leaf, []).append(c)
     refuse_gaps(leaves, by_leaf)
     packs = sorted({c.pack for leaf_chunks in by_leaf.values() for c in leaf_chunks})
-    sizes = {pack: size_of(directory / pack) for pack in packs}
-    if missing := [pack for pack, size in sizes.items() if size is None]:
-        raise FileNotFoundError(
-            errno.ENOENT, os.strerror(errno.ENOENT), str(directory / missing[0])
-        )
     body = {
         "step": step,
         "leaves": leaves,
@@ -93,7 +95,7 @@ def write_manifest(
         "chunks": {
             k: [[*c.box, *c[2:]] for c in leaf_chunks] for k, leaf_chunks in by_leaf.items()
         },
-        "packs": sizes,
+        "packs": {pack: required_size(directory / pack) for pack in packs},
     }
     text = json.dumps(body).encode()
     put(directory / NAME, f"{HEAD} {text_digest(text)}\n".encode() + text)

@@ -13,13 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.checkpoint.committed import read_for_all
 from jaxtrain.checkpoint.run_config import stored_experiment
-from jaxtrain.checkpoint.storage import (
-    DamagedCheckpoint,
-    answering,
-    committed_steps,
-    whole_manifest,
-)
+from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.cluster.agreement import all_gather_text, share_failure
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
 from jaxtrain.experiment.load import config_of, stored_name
@@ -40,7 +36,6 @@ from jaxtrain.models.adapters import INTO, is_adapter
 from jaxtrain.models.buffers import buffers_of
 from jaxtrain.models.layered import description_of
 from jaxtrain.state_format.manifest import Manifest
-from jaxtrain.state_format.reader import Damaged, read_arrays
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
@@ -348,15 +343,8 @@ def read_stored(
         for name, source in stored.names.items()
     }
     laid = {source: slots[name] for name, source in stored.names.items() if name in slots}
-
-    def read_whole() -> tuple[dict[str, jax.Array], list[str]]:
-        try:
-            with answering(stored.directory, stored.step):
-                return read_arrays(stored.manifest, request, slots=laid), []
-        except Damaged as error:
-            return {}, error.damages
-
-    arrays, damages = share_failure(read_whole)
+    place = (stored.directory, stored.step)
+    arrays, damages = read_for_all(stored.manifest, request, *place, laid)
     if any(all_gather_text("damaged" if damages else "")):
         raise DamagedCheckpoint(
             damages or ["what another process read"],
