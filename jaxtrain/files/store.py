@@ -2,7 +2,7 @@
 
 A path is a `pathlib.Path`, or for the address of a store (gs://bucket/run, s3://bucket/run) an
 `epath.Path` of the package etils, over fsspec. Both have `/`, `name` and `parent`; all else that is
-done with them is a function of this module, since it fails or is committed in other ways.
+done with either is a function of this module, since it fails or is committed in other ways.
 
 A store has no rename that is atomic, no links and no directories: those are prefixes of names. It
 has files that appear whole or not at all. So what is to appear at once is committed by one more

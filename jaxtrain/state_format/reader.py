@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +20,9 @@ from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots, Slots, part_of, 
 
 READERS, STORE_READERS = 4, 16
 """Threads that read chunks. A store takes longer to begin an answer than to send it."""
+
+AHEAD = 2**28
+"""Bytes of leaves that are read together, if one alone has not more."""
 
 Read = Callable[[Chunk, np.dtype], np.ndarray]
 """Returns the verified elements of a chunk. Raises ValueError with the damage; OSError."""
@@ -45,18 +50,37 @@ def read_arrays(
     """Returns the arrays of `specs` on this process's devices, by their shardings; in `slots` where
     these have them, with zero padding.
 
-    Reads a leaf at a time, so that the host holds the chunks of one. All chunks of which a part is
-    needed here are read and verified as a whole. Raises Damaged after all are read.
+    All chunks of which a part is needed here are read and verified as a whole; the host holds those
+    of one leaf, or of several that have AHEAD bytes together. Raises Damaged after all are read.
     """
     read = read or read_from(manifest.directory)
     damages: list[str] = []
     arrays = {}
+    reads: deque[_LeafRead] = deque()
+    ahead = 0
+
+    def finish() -> int:
+        """Returns the bytes of the leaf that was read."""
+        leaf = reads.popleft()
+        try:
+            arrays[leaf.name] = leaf.array()
+        except Damaged as error:
+            damages.extend(error.damages)
+        return leaf.bytes
+
     with ThreadPoolExecutor(_readers(manifest)) as pool:
-        for leaf, spec in specs.items():
-            try:
-                arrays[leaf] = _read_array(manifest, leaf, spec, read, pool, slots.get(leaf))
-            except Damaged as error:
-                damages += error.damages
+        try:
+            for name, spec in specs.items():
+                leaf = _LeafRead.of(manifest.chunks.get(name, []), name, spec, slots.get(name))
+                while reads and ahead + leaf.bytes > AHEAD:
+                    ahead -= finish()
+                reads.append(leaf.begun(pool, read))
+                ahead += leaf.bytes
+            while reads:
+                finish()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     if damages:
         raise Damaged(damages)
     return arrays
@@ -65,43 +89,63 @@ def read_arrays(
 def verify_chunks(manifest: Manifest, read: Read | None = None) -> list[str]:
     """Returns a line for each damaged chunk, of all; [] when every byte is as it was written."""
     read = read or read_from(manifest.directory)
-    damages = []
+    dtypes = {leaf: record.stored[1] for leaf, record in manifest.leaves.items()}
+    chunks = [chunk for leaf in dtypes for chunk in manifest.chunks.get(leaf, [])]
+
+    def check(chunk: Chunk) -> str | None:
+        result = _attempt(chunk, read=read, dtype=dtypes[chunk.leaf], keep=False)
+        return result if isinstance(result, str) else None
+
     with ThreadPoolExecutor(_readers(manifest)) as pool:
-        for leaf, record in manifest.leaves.items():
-            _, dtype = record.stored
-            chunks = manifest.chunks.get(leaf, [])
-            check = partial(_attempt, read=read, dtype=dtype, keep=False)
-            damages += [f for f in pool.map(check, chunks) if isinstance(f, str)]
-    return damages
+        return [damage for damage in pool.map(check, chunks) if damage is not None]
 
 
 def _readers(manifest: Manifest) -> int:
     return READERS if is_local(manifest.directory) else STORE_READERS
 
 
-def _read_array(
-    manifest: Manifest,
-    leaf: str,
-    spec: jax.ShapeDtypeStruct,
-    read: Read,
-    pool: ThreadPoolExecutor,
-    slots: Slots | None,
-) -> jax.Array:
-    shape, dtype = tuple(spec.shape), np.dtype(spec.dtype)
-    assert spec.sharding is not None, "the manager refuses a template without shardings"
-    devices_of = boxes_of(spec.sharding.addressable_devices_indices_map(shape), shape)
-    needed = [piece.box for box in devices_of for piece in pieces_of(slots, box)]
-    overlapping = [c for c in manifest.chunks.get(leaf, []) if any(map(c.box.intersect, needed))]
-    results = list(pool.map(partial(_attempt, read=read, dtype=dtype), overlapping))
-    if damages := [result for result in results if isinstance(result, str)]:
-        raise Damaged(damages)
-    pairs = zip(overlapping, results, strict=True)
-    loaded = [(chunk.box, data) for chunk, data in pairs if isinstance(data, np.ndarray)]
-    shards = []
-    for box, devices in devices_of.items():
-        data = part_of(slots, box, dtype, partial(_assemble, dtype=dtype, chunks=loaded))
-        shards += [jax.device_put(data, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(shape, spec.sharding, shards)
+class _LeafRead(NamedTuple):
+    """A leaf that is being read. devices_of: this process's devices by their boxes. chunks: those
+    that overlap the boxes. bytes: of these. results: of `_attempt`, for each chunk."""
+
+    name: str
+    spec: jax.ShapeDtypeStruct
+    slots: Slots | None
+    devices_of: dict[Box, list[jax.Device]]
+    chunks: list[Chunk]
+    bytes: int
+    results: list[Future[np.ndarray | str | None]]
+
+    @classmethod
+    def of(
+        cls, chunks: list[Chunk], name: str, spec: jax.ShapeDtypeStruct, slots: Slots | None
+    ) -> _LeafRead:
+        shape = tuple(spec.shape)
+        assert spec.sharding is not None, "the manager refuses a template without shardings"
+        devices_of = boxes_of(spec.sharding.addressable_devices_indices_map(shape), shape)
+        needed = [piece.box for box in devices_of for piece in pieces_of(slots, box)]
+        overlapping = [chunk for chunk in chunks if any(map(chunk.box.intersect, needed))]
+        size = sum(chunk.size for chunk in overlapping)
+        return cls(name, spec, slots, devices_of, overlapping, size, [])
+
+    def begun(self, pool: Executor, read: Read) -> _LeafRead:
+        """Returns this leaf, whose chunks are being read."""
+        attempt = partial(_attempt, read=read, dtype=np.dtype(self.spec.dtype))
+        return self._replace(results=[pool.submit(attempt, chunk) for chunk in self.chunks])
+
+    def array(self) -> jax.Array:
+        """Returns the array when all chunks are read. Raises Damaged."""
+        dtype, results = np.dtype(self.spec.dtype), [future.result() for future in self.results]
+        if damages := [result for result in results if isinstance(result, str)]:
+            raise Damaged(damages)
+        pairs = zip(self.chunks, results, strict=True)
+        loaded = [(chunk.box, data) for chunk, data in pairs if isinstance(data, np.ndarray)]
+        assemble, shards = partial(_assemble, dtype=dtype, chunks=loaded), []
+        for box, devices in self.devices_of.items():
+            data = part_of(self.slots, box, dtype, assemble)
+            shards += [jax.device_put(data, device) for device in devices]
+        shape, sharding = tuple(self.spec.shape), self.spec.sharding
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def _attempt(
