@@ -55,9 +55,9 @@ from jaxtrain.certificate.outcome import (
 from jaxtrain.certificate.routing import Flips, flips
 from jaxtrain.certificate.shrink import shrink
 from jaxtrain.experiment import Experiment, load_experiment
+from jaxtrain.experiment.tuning import adapters_of
 from jaxtrain.models.layered import description_of
 from jaxtrain.optim.precision import BOUNDS
-from jaxtrain.step.tuning import adapters_of
 from jaxtrain.violations import count, raise_violations
 
 FLIP_BOUNDS = {"float32": BOUNDS["float32"], "bfloat16": 2 * BOUNDS["bfloat16"]}
@@ -242,7 +242,7 @@ def certify(
         experts=bool(described.expert_calls),
         context="context" in described.can,
         narrow=experiment.precision.products is not None,
-        adapters=adapters_of(experiment)[0] is not None,
+        adapters=adapters_of(experiment.lora, described)[0] is not None,
     )
     reference_of = partial(Layout.reference, balanced=described.balances_microbatches)
     due = [layout._replace(**_unvaried(experiment)) for layout in due]

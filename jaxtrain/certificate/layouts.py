@@ -28,13 +28,13 @@ from jaxtrain.compression.reducer import ExactReducer
 from jaxtrain.context.choice import Method
 from jaxtrain.context.methods import GatheredKeys, RingAttention, TwoLevel, Ulysses
 from jaxtrain.experiment import Execution, Experiment
+from jaxtrain.experiment.tuning import adapters_of
 from jaxtrain.mesh.sharding import ShardingRules, data_parallel, fsdp, tensor, zero1, zero2
+from jaxtrain.models.layered import description_of
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.elementwise import SGD
 from jaxtrain.optim.precision import Precision, bf16, fp32
 from jaxtrain.pipeline.config import Pipeline
-from jaxtrain.step.tuning import adapters_of
-from jaxtrain.validation.batch import batch_sizes
 
 
 class Layout(NamedTuple):
@@ -341,7 +341,7 @@ def _optimizer(layout: Layout, experiment: Experiment) -> tuple[Any, float | Non
     """Returns the optimizer and the decay of averaged weights."""
     if layout.optimizer == "own":
         return experiment.optimizer, experiment.ema_decay
-    adapters, _ = adapters_of(experiment)
+    adapters, _ = adapters_of(experiment.lora, description_of(experiment.model))
     # Both an adapter's gradient and its product have the scale.
     scale = 1.0 if adapters is None else max(1.0, adapters.scale)
     return SGD(SGD_RATE / scale**2, momentum=0.9, weight_decay=0.1), AVERAGES_DECAY
@@ -360,7 +360,7 @@ def experiment_on(experiment: Experiment, layout: Layout) -> Experiment:
     if hasattr(data, "isolate_documents") and e.objective is None:
         data = replace(data, isolate_documents=layout.packing)
     if hasattr(model, "varied"):
-        kept_tokens, batch = None, batch_sizes(e.batch)[-1]
+        kept_tokens, batch = None, e.batch_sizes[-1]
         activation = ACTIVATIONS[layout.activation]
         if activation is None and getattr(model, "kinked", False):
             activation = SMOOTH

@@ -12,7 +12,7 @@ from jaxtrain.experiment.fields import (
     LossSpikes,
     Sample,
 )
-from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA
+from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace, FromRun, LoRA, Start
 from jaxtrain.experiment.load import config_of, load_experiment
 from jaxtrain.experiment.settings import with_fields
 from jaxtrain.experiment.stored import RESUMABLE, completed, of_another, resumable
@@ -30,6 +30,7 @@ __all__ = [
     "Logging",
     "LossSpikes",
     "Sample",
+    "Start",
     "completed",
     "config_of",
     "load_experiment",

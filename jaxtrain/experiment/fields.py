@@ -15,7 +15,7 @@ from jaxtrain.compression.reducer import Reducer
 from jaxtrain.context.choice import Method
 from jaxtrain.data import BatchRamp
 from jaxtrain.experiment.evaluation import Evaluation, Sample
-from jaxtrain.experiment.fine_tuning import FineTuning
+from jaxtrain.experiment.fine_tuning import FineTuning, LoRA, Start
 from jaxtrain.experiment.kinds import callback_violations, kind_violations, makes_value
 from jaxtrain.losses.preferences import DPO
 from jaxtrain.mesh.sharding import ShardingRules, fsdp, tensor
@@ -316,6 +316,21 @@ class Experiment:
         if isinstance(self.seed, int):
             violations += seed_violations(self.seed)
         raise_violations(violations)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Every size of the batch, in order."""
+        return self.batch.sizes if isinstance(self.batch, BatchRamp) else (self.batch,)
+
+    @property
+    def start(self) -> Start | None:
+        """The weights to begin with; None if the run initializes all."""
+        return None if self.fine_tuning is None else self.fine_tuning.start
+
+    @property
+    def lora(self) -> LoRA | None:
+        """The adapters to train; None without."""
+        return None if self.fine_tuning is None else self.fine_tuning.lora
 
     @property
     def objective(self) -> DPO | None:

@@ -63,6 +63,9 @@ class FromRun:
         raise_violations(violations or pattern_violations("leaves", self.leaves))
 
 
+Start = FromHuggingFace | FromRun
+
+
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters (Hu et al. 2021): a matrix is used as w + (alpha / rank) A B, and only A
@@ -96,7 +99,7 @@ class FineTuning:
       that they are compared in is the one that the run begins with. None: each token's loss.
     """
 
-    start: FromHuggingFace | FromRun | None = None
+    start: Start | None = None
     trainable: Patterns | None = None
     lora: LoRA | None = None
     preferences: DPO | None = None

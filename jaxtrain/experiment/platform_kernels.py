@@ -23,21 +23,18 @@ from jaxtrain.operations.attention import AttentionCall
 from jaxtrain.operations.block import Block, attentions, mixtures
 
 
-def with_kernels(
-    experiment: Experiment, platform: str, capability: int | None
-) -> tuple[Experiment, list[str]]:
-    """Fills in the platform's kernels where the experiment has none. Also returns violations:
-    kernels of another platform."""
+def with_kernels(experiment: Experiment, platform: str, capability: int | None) -> Experiment:
+    """Fills in the platform's kernels where the experiment has none."""
     execution = experiment.execution
-    violations = _of_others(execution, platform, capability)
     if execution.attention is None:
         execution = replace(execution, attention=PlatformKernel(platform, capability))
     if execution.grouped_matmul is None:
         execution = replace(execution, grouped_matmul=PlatformGroupedMatmul(platform, capability))
-    return replace(experiment, execution=execution), violations
+    return replace(experiment, execution=execution)
 
 
-def _of_others(execution: Execution, platform: str, capability: int | None) -> list[str]:
+def platform_violations(execution: Execution, platform: str, capability: int | None) -> list[str]:
+    """Returns violations of kernels and collectives of another platform."""
     violations, collectives = [], execution.collectives
     if platform == "cpu" and collectives is not None and isinstance(collectives.experts, Ragged):
         violations.append(

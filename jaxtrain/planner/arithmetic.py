@@ -54,7 +54,7 @@ def asked_flops(assembly: Assembly) -> float | None:
     e = assembly.experiment
     if assembly.description is None or assembly.pipeline is not None:
         return None
-    if e.fine_tuning is not None and (assembly.frozen or e.fine_tuning.lora is not None):
+    if e.lora is not None or (e.fine_tuning is not None and assembly.frozen):
         return None
     if assembly.sizes and not assembly.explicit:
         return None

@@ -128,7 +128,7 @@ def config_of_run(
     began: dict[str, Any] = {**beginning}
     if branch is not None:
         began[BRANCH] = from_first(lambda: branch.record(experiment))
-        starts = getattr(experiment.fine_tuning, "start", None) is not None
+        starts = experiment.start is not None
         if starts and branch.recorded is None:  # with the weights of the other run's beginning
             began |= from_first(lambda: _start_of(branch.run))
     return {"experiment": config_of(experiment), **began}
@@ -159,7 +159,7 @@ def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> s
     may_differ = {*resumable(stored, config["experiment"]), f"{BRANCH}.run"} - {*START_PATHS}
     differences = compare_config(run, config, ignore=tuple(may_differ), completed=complete)
     moved = any(difference.path in START_PATHS for difference in differences)
-    why = start_problem(config, experiment) if moved else ""
+    why = start_problem(config, experiment.start) if moved else ""
     if moved and not why:
         may_differ |= {*START_PATHS}
     refuse_other_experiment(run, config, ignore=tuple(may_differ), completed=complete, why=why)
@@ -188,7 +188,7 @@ def refuse_unfit_anew(run: Path, config: dict[str, Any], experiment: Experiment)
         raise ValueError(f"{run} holds files and no run, {begin}")
     if run.exists() and run.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"{run} holds the working directory, {begin}")
-    start = getattr(experiment.fine_tuning, "start", None)
+    start = experiment.start
     places = (getattr(start, path.rpartition(".")[2], None) for path in START_PATHS)
     if any(Path(place).resolve().is_relative_to(run.resolve()) for place in places if place):
         raise ValueError(f"{run} has what this run begins from ({start!r}), {begin}")
@@ -363,13 +363,14 @@ def refuse_fewer_steps(run: AnyPath, done: int | None, last: int) -> None:
         )
 
 
-def last_step(experiment: Experiment, steps: int | None) -> int:
-    """Returns the step that a run ends with. Raises ValueError if the experiment has none such."""
-    last = experiment.steps if steps is None else steps
-    if not 1 <= last <= experiment.steps:
+def last_step(steps: int | None, *, of_experiment: int) -> int:
+    """Returns the step that a run of `steps` ends with, None for all of the experiment's. Raises
+    ValueError if the experiment has fewer."""
+    last = of_experiment if steps is None else steps
+    if not 1 <= last <= of_experiment:
         raise ValueError(
             f"steps={last}; a run takes at least 1 step and at most experiment.steps="
-            f"{experiment.steps}, for which its schedules are made; use steps="
-            f"{max(1, min(last, experiment.steps))}, or another experiment.steps in a new run"
+            f"{of_experiment}, for which its schedules are made; use steps="
+            f"{max(1, min(last, of_experiment))}, or another experiment.steps in a new run"
         )
     return last

@@ -17,7 +17,7 @@ import jax
 
 from jaxtrain.cluster.pace import Pace
 from jaxtrain.cluster.phases import Phases
-from jaxtrain.experiment import Experiment, Logging
+from jaxtrain.experiment import Logging
 from jaxtrain.experiment.kinds import callback_violations
 from jaxtrain.run.callback import Callback, Run
 from jaxtrain.session.rates import Rates
@@ -27,14 +27,14 @@ from jaxtrain.telemetry.progress import Progress
 from jaxtrain.violations import raise_violations
 
 
-def callbacks_of(experiment: Experiment, added: Sequence[Any]) -> list[Callback]:
-    """The experiment's callbacks and those passed to `train`; functions are called to create them.
+def callbacks_of(own: Sequence[Any], added: Sequence[Any]) -> list[Callback]:
+    """Returns an experiment's own callbacks and those `added`; functions are called to create them.
     Raises ValueError for an object that is no callback."""
     if not isinstance(added, Sequence):
         raise ValueError(f"callbacks={added!r}; give a list of them: callbacks=[...]")
     raise_violations(callback_violations("callbacks", tuple(added)))
     callbacks = []
-    for entry in (*experiment.logging.callbacks, *added):
+    for entry in (*own, *added):
         callback = entry() if callable(entry) and not isinstance(entry, Callback) else entry
         if not isinstance(callback, Callback):
             raise ValueError(

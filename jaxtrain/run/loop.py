@@ -102,11 +102,11 @@ def train(
     later when nothing but skipped steps is left; CheckpointError when a save or restore fails.
     """
     experiment, spec = _with_settings(experiment, settings), load_mesh(mesh)
-    last = last_step(experiment, steps)
+    last = last_step(steps, of_experiment=experiment.steps)
     with told_to(lines_to(stream)), memory_remedies(spec), ExitStack() as stack:
         refuse_other_runs(experiment, spec, run_dir, last)
         run = opened_run(stack, run_dir)
-        user_callbacks = callbacks_of(experiment, callbacks)
+        user_callbacks = callbacks_of(experiment.logging.callbacks, callbacks)
         fresh, beginning = begins_anew(run, fresh)
         branch = branch_from(from_run, run, last, fresh=fresh)
         config = {} if run is None else config_of_run(experiment, branch, beginning)
@@ -160,7 +160,7 @@ def _refuse(
 ) -> str:
     """Raises ValueError for a run directory in which this run can neither go on nor, if `fresh`,
     begin anew. Returns which run held it last."""
-    refuse_without_saves(experiment, run)
+    refuse_without_saves(experiment.execution.health.spikes, experiment.checkpoints, run)
     if run is None:
         if experiment.logging.profile is not None:
             raise ValueError(

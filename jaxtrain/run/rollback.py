@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.checkpoint.storage import DamagedCheckpoint
-from jaxtrain.experiment import Experiment, LossSpikes
+from jaxtrain.experiment import LossSpikes
 from jaxtrain.run.saving import Saving
 from jaxtrain.run.watch import LossWatch
 from jaxtrain.session.restore import restore_state
@@ -27,10 +28,11 @@ class Spike(NamedTuple):
     seen: int
 
 
-def refuse_without_saves(experiment: Experiment, run: Path | None) -> None:
+def refuse_without_saves(
+    spikes: LossSpikes | None, policy: SavePolicy | None, run: Path | None
+) -> None:
     """Raises ValueError if spikes are handled and no save would be old enough. Intervals in minutes
     cannot be checked."""
-    spikes, policy = experiment.execution.health.spikes, experiment.checkpoints
     if spikes is None:
         return
     goes_back, violations = "a run goes back to its saves", []

@@ -121,13 +121,13 @@ class Branch:
         self, experiment: Experiment, differences: list[FieldDifference]
     ) -> list[str]:
         """Returns a violation for starting parameters that are not those of the other run."""
-        start = experiment.fine_tuning and experiment.fine_tuning.start
+        start = experiment.start
         places = {path.removeprefix("experiment.") for path in START_PATHS}
         changed = {d.path for d in differences if f"{d.path}.".startswith("fine_tuning.start.")}
         changed |= {d.path for d in differences if d.path == "fine_tuning"}
         if start is None or not changed:
             return []
-        if changed <= places and not start_problem(read_config(self.run) or {}, experiment):
+        if changed <= places and not start_problem(read_config(self.run) or {}, start):
             return []
         return [
             f"fine_tuning.start={start!r} would not be used: a branch has the weights of {self}; "

@@ -183,7 +183,7 @@ def check(
     if not isinstance(experiment, Experiment):
         experiment = load_experiment(experiment)
     spec, mistyped = load_mesh(mesh), _of_other_kinds(experiment)
-    branch, refused = _branch(from_run, experiment)
+    branch, refused = _branch(from_run, experiment.steps)
     try:
         fields, held_out, absent = _look_at(experiment, data_here=data_here)
         assembly, violations = try_assemble(experiment, spec, fields)
@@ -196,13 +196,14 @@ def check(
     violations += absent + refused
     violations = [text for text in mistyped if not _already_reported(text, violations)] + violations
     if assembly is not None:
-        violations += memory_violations(assembly)
+        if assembly.experiment.microbatches >= 1:  # else there is no batch
+            violations += memory_violations(assembly)
         violations += _held_out_violations(assembly, held_out)
         try:
             if branch is not None:
                 branch.refuse_unfit(assembly)
                 branch.skips(experiment, None)
-            elif not refused:
+            elif not refused and assembly.has_its_adapters:
                 settled_start(assembly)
         except ValueError as error:
             if not violations:
@@ -221,10 +222,10 @@ def check(
     return CheckReport(*report)
 
 
-def _branch(from_run: str | Path | None, experiment: Experiment) -> tuple[Branch | None, list[str]]:
+def _branch(from_run: str | Path | None, steps: int) -> tuple[Branch | None, list[str]]:
     """Returns where a run is to begin, None for nowhere, and why it cannot."""
     try:
-        return branch_from(from_run, None, experiment.steps, fresh=False), []
+        return branch_from(from_run, None, steps, fresh=False), []
     except ValueError as error:
         return None, [f"from_run (--from): {error}"]
 

@@ -36,10 +36,11 @@ def initial_program(assembly: Assembly, shardings: TrainState) -> Any:
     that its bits do not depend on how a leaf is split."""
 
     def make(loaded: dict[str, jax.Array]) -> TrainState:
-        e, trained = assembly.experiment, assembly.places.keys() - assembly.frozen
+        trained = assembly.places.keys() - assembly.frozen
         layout = None if assembly.pipeline is None else assembly.pipeline.layout
         more: Any = dict(derivative=assembly.first_derivative)
-        return initial_state(e, assembly.transform, assembly.parts, layout, trained, loaded, **more)
+        given = (assembly.transform, assembly.parts, layout, trained, loaded)
+        return initial_state(assembly, *given, **more)
 
     on_cpu = jax.tree.leaves(shardings)[0].mesh.devices.flat[0].platform == "cpu"
     options = SAME_BITS if on_cpu else {}

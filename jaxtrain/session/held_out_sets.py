@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.data import BpeTokenizer
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Evaluation, Experiment
 from jaxtrain.session.held_out import open_held_out
 from jaxtrain.session.other_data import GivenTokenizer, OneSplit, OwnData
 from jaxtrain.violations import raise_violations
@@ -32,7 +32,7 @@ def open_all(experiment: Experiment, fields: Any, cache_dir: Path) -> dict[str, 
         )
 
     rows = open_held_out(experiment, fields, cache_dir)
-    return {OWN: rows} | for_each(_sets(experiment), opened)
+    return {OWN: rows} | for_each(_sets(experiment.evaluation), opened)
 
 
 def absent_sets(experiment: Experiment, cache_dir: Path) -> list[str]:
@@ -46,7 +46,7 @@ def absent_sets(experiment: Experiment, cache_dir: Path) -> list[str]:
             raise_violations(split.data.absent((split.split,)))
 
     try:
-        for_each(_sets(experiment), look)
+        for_each(_sets(experiment.evaluation), look)
     except ValueError as error:
         return [str(error)]
     return []
@@ -78,8 +78,8 @@ def for_each(sets: Mapping[str, Any], do: Callable[[Any], Any]) -> dict[str, Any
     return results
 
 
-def _sets(experiment: Experiment) -> dict[str, Any]:
-    return {} if experiment.evaluation is None else experiment.evaluation.named_sets
+def _sets(evaluation: Evaluation | None) -> dict[str, Any]:
+    return {} if evaluation is None else evaluation.named_sets
 
 
 def _of_one_form(split: OneSplit, own: Any) -> OneSplit:

@@ -46,7 +46,7 @@ def notes(assembly: Assembly) -> list[str]:
 def starting(experiment: Experiment) -> list[str]:
     """Notes starting weights that do not suit the data: none, for a loss of pairs; and rows that
     are longer than those that the weights were trained on."""
-    start = getattr(experiment.fine_tuning, "start", None)
+    start = experiment.start
     from_random = [
         "fine_tuning.preferences compares with the model that the run begins with, and this one "
         "begins with random weights; use start=FromHuggingFace(...) or FromRun(...)"
@@ -56,7 +56,7 @@ def starting(experiment: Experiment) -> list[str]:
 
 
 def _positions(experiment: Experiment) -> list[str]:
-    start = getattr(experiment.fine_tuning, "start", None)
+    start = experiment.start
     seq = getattr(experiment.data, "seq", None)
     if not isinstance(start, FromHuggingFace | FromRun) or seq is None:
         return []

@@ -8,14 +8,13 @@ from typing import Any
 from jaxtrain.checkpoint.run_config import REFERENCE
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.cluster.agreement import from_first
-from jaxtrain.experiment import FromRun
+from jaxtrain.experiment import FromRun, Start
 from jaxtrain.scoring.reference import ReferenceFile, ReferenceSource, set_references
 from jaxtrain.session.branch import Branch
 from jaxtrain.session.evaluate import Evaluator
 from jaxtrain.session.first_state import first_model
 from jaxtrain.step.layer_order import AtRest
 from jaxtrain.step.state import TrainState
-from jaxtrain.weights.start import Start
 
 
 def give_references(

@@ -12,10 +12,10 @@ import numpy as np
 from jaxtrain.data import BatchRamp, Dataset, batch_of
 from jaxtrain.data.dataset import Batch
 from jaxtrain.experiment import Experiment
+from jaxtrain.models.check import positions_of, sound_description
 from jaxtrain.models.layered import description_of
 from jaxtrain.scoring.ended import WEIGHTS
 from jaxtrain.validation.experiment import sample_length_violations
-from jaxtrain.validation.model import vocab_of
 from jaxtrain.validation.own_data import (
     TARGETS,
     TRIED,
@@ -97,18 +97,8 @@ def sample_violations(
         return [f"evaluation.sample: chat=True: {error}; or use chat=False"]
     if not len(ids):
         return ["evaluation.sample: its prompt becomes no tokens; give another one"]
-    return sample_length_violations(experiment, len(ids), "a prompt of")
-
-
-def check_vocabulary(experiment: Experiment, dataset: Any) -> None:
-    """Raises ValueError if the data has token ids that the model has no row for."""
-    vocab = vocab_of(experiment)
-    ids = getattr(dataset, "vocab", None)
-    if vocab is not None and ids is not None and ids > vocab:
-        raise ValueError(
-            f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
-            "another tokenizer"
-        )
+    positions = positions_of(sound_description(experiment.model)[0])
+    return sample_length_violations(sample, positions, len(ids), "a prompt of")
 
 
 class Weighted(Wrapped):

@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.cluster.phases import Phases
 from jaxtrain.compression.sums import GuardReader, choose, program_key
-from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
+from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun, Start
 from jaxtrain.experiment.stored import saved_differences
 from jaxtrain.mesh.compiler_options import option_violations
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh
@@ -32,7 +32,7 @@ from jaxtrain.session.held_out_sets import OWN
 from jaxtrain.session.notes import starting
 from jaxtrain.session.references import give_references
 from jaxtrain.session.restore import restore_state
-from jaxtrain.session.rows import check_vocabulary, open_split
+from jaxtrain.session.rows import open_split
 from jaxtrain.session.skips import Skips, skips_from
 from jaxtrain.session.tasks import tasks_of
 from jaxtrain.step.assembly import Assembly, active_mesh, assemble
@@ -41,8 +41,9 @@ from jaxtrain.step.layer_order import AtRest, natural_shapes
 from jaxtrain.step.losses import trace_loss
 from jaxtrain.step.state import TrainState
 from jaxtrain.step.train_step import compile_step
+from jaxtrain.validation.own_data import check_vocabulary
 from jaxtrain.violations import raise_violations
-from jaxtrain.weights.start import Start, settled_start, starting_params
+from jaxtrain.weights.start import settled_start, starting_params
 
 
 @dataclass
@@ -258,7 +259,7 @@ def _open_data(
     """Returns the rows to train on. Raises ValueError where they are not those of the save that the
     run goes on from."""
     dataset = open_split(experiment, "train", cache_dir, saved=checkpoints is not None)
-    check_vocabulary(experiment, dataset)
+    check_vocabulary(experiment.model, dataset)
     for text in starting(experiment):
         notice(f"NOTE {text}")
     if isinstance(begins, Branch):

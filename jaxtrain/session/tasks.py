@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.checkpoint.policy import SavePolicy
 from jaxtrain.cluster.agreement import share_failure
 from jaxtrain.cluster.lockstep import in_step
 from jaxtrain.experiment import Experiment
@@ -39,13 +40,13 @@ class EvaluatedTasks:
         assert vocabulary is not None, "data with a `vocabulary` has rows with one"
         self._tasks, self._vocabulary = tasks, vocabulary
         self._seq = assembly.experiment.data.seq
-        share_failure(partial(self._rehearse, assembly.experiment))
+        share_failure(partial(self._rehearse, assembly.experiment.checkpoints))
         rows: Any = TextRows([], self._seq)
         of_texts = assembled_for(assembly, rows, fields_of(rows, rows))
         self._scorer = TextScorer(of_texts, mesh, run)
 
-    def _rehearse(self, experiment: Experiment) -> None:
-        metrics, policy = self._tasks.rehearse(self._vocabulary, self._seq), experiment.checkpoints
+    def _rehearse(self, policy: SavePolicy | None) -> None:
+        metrics = self._tasks.rehearse(self._vocabulary, self._seq)
         best = None if policy is None else policy.keeping.best
         if best is not None and is_of_task(best.metric) and best.metric not in metrics:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import jax
@@ -13,23 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.collectives.choice import Collectives
-from jaxtrain.collectives.defaults import default_collectives
 from jaxtrain.compression.residuals import CompressedLeaf, compressed_parts
 from jaxtrain.context.choice import Method
 from jaxtrain.data.loader import RowSource
 from jaxtrain.experiment import Experiment
-from jaxtrain.experiment.platform_kernels import (
-    Sequences,
-    kernel_refusals,
-    types_checked,
-    with_kernels,
-)
+from jaxtrain.experiment.platform_kernels import Sequences, kernel_refusals, types_checked
+from jaxtrain.experiment.resolve import Resolved, resolve
+from jaxtrain.experiment.tuning import trained_leaves, with_trained
 from jaxtrain.mesh.axes import STAGE, Dims
-from jaxtrain.mesh.compiler_options import with_defaults
-from jaxtrain.mesh.head_chunk import LEAST_CHUNK, chunk_tokens_of
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.mesh.roles import Roles, roles_of
 from jaxtrain.mesh.sharding import (
     Leaf,
     LogicalAxes,
@@ -40,10 +32,8 @@ from jaxtrain.mesh.sharding import (
     place,
     ways,
 )
-from jaxtrain.models.buffers import Buffers, without_buffers
+from jaxtrain.models.buffers import without_buffers
 from jaxtrain.models.build import abstract_model
-from jaxtrain.models.description import ModelDescription
-from jaxtrain.models.layered import description_of
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.nn.stack import LayerLoop
 from jaxtrain.optim.distributed import OnMesh
@@ -52,28 +42,15 @@ from jaxtrain.step.batches import DOCUMENTS, PlacedRows, token_fields
 from jaxtrain.step.initial import initial_state
 from jaxtrain.step.on_stages import OnStages, on_stages, split_in_slots
 from jaxtrain.step.state import TrainState, state_splits
-from jaxtrain.step.tuning import adapters_of, buffers_of_experiment, trained_leaves, with_trained
-from jaxtrain.validation.batch import batch_sizes
-from jaxtrain.validation.experiment import (
-    chosen_mode,
-    field_violations,
-    format_violations,
-    mesh_violations,
-    unused_reducer,
-)
-from jaxtrain.validation.model import describes, model_violations, untrue
+from jaxtrain.validation.experiment import format_violations, unused_reducer, violations_of
+from jaxtrain.validation.model import untrue
 from jaxtrain.validation.remedies import with_tried_remedies, without_heads
-from jaxtrain.validation.sequence import chosen_method
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """An experiment that fits a mesh. `sizes`: mesh axes of size > 1, in mesh order."""
+class Assembly(Resolved):
+    """An experiment that fits a mesh."""
 
-    experiment: Experiment
-    spec: MeshSpec
-    sizes: Mapping[str, int]
-    mode: str
     loop: LayerLoop
     split: ModuleSplit
     places: Mapping[str, Leaf]
@@ -91,28 +68,6 @@ class Assembly:
         """True if the step is a shard_map of ours. One device needs none."""
         return self.mode == "explicit" and bool(self.sizes)
 
-    @cached_property
-    def description(self) -> ModelDescription | None:
-        """The model's description of itself; None for a user's own model without one."""
-        return description_of(self.experiment.model, self.experiment.objective)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens whose logits exist at one time: the model's setting, else the chip's default."""
-        model = self.description
-        if model is not None and model.head.chunk_tokens is not None:
-            return model.head.chunk_tokens
-        if model is None or self.spec.simulated:
-            return LEAST_CHUNK
-        local_vocab = model.head.padded // ways(self.roles.vocab, self.sizes)
-        return chunk_tokens_of(self.spec.chip, local_vocab)
-
-    @property
-    def described(self) -> ModelDescription:
-        """The model's description; the model must have one."""
-        assert self.description is not None, "asked for of a model that does not describe itself"
-        return self.description
-
     @property
     def tokens(self) -> str | None:
         """Name of the batch's field with an element for each token; None if unknown."""
@@ -125,17 +80,12 @@ class Assembly:
         """Leaves that are not trained."""
         return frozenset(name for name, place in self.places.items() if not place.trained)
 
-    @cached_property
-    def buffers(self) -> Buffers:
-        """Leaves among the parameters that no optimizer updates."""
-        return buffers_of_experiment(self.experiment)
-
     @property
     def first_derivative(self) -> float:
         """Loss scale over the first step's number of tokens, which is rounded to a power of two."""
         scale = self.experiment.precision.loss_scale
         row, _ = self.fields[self.tokens or "rows"]
-        tokens = batch_sizes(self.experiment.batch)[0] * math.prod(row)
+        tokens = self.experiment.batch_sizes[0] * math.prod(row)
         return (1.0 if scale is None else scale.initial) / _power_of_two(tokens)
 
     @property
@@ -144,18 +94,13 @@ class Assembly:
         assert self.pipeline is not None, "asked for on a mesh without stages"
         return self.pipeline
 
-    @cached_property
-    def roles(self) -> Roles:
-        """Mesh axes by what they split in use."""
-        return roles_of(self.experiment.sharding.activations, self.sizes)
-
     @property
     def context(self) -> Method | None:
         """Attention method for cut rows; None if rows are not cut, or if XLA does it."""
         if not self.roles.seq or not self.explicit:
             return None
         rows = self.abstract_batch()[self.described.tokens]
-        return chosen_method(self.experiment, self.described, self.sizes, rows.shape[2])
+        return self.context_method(rows.shape[2])
 
     @property
     def row_orders(self) -> dict[str, np.ndarray]:
@@ -168,32 +113,8 @@ class Assembly:
         return {name: order.permutation(leaves[name].shape[2]) for name in cut}
 
     @property
-    def collectives(self) -> Collectives:
-        return self.experiment.execution.collectives or default_collectives(self.spec)
-
-    @property
-    def compiler_options(self) -> dict[str, Any]:
-        """The mesh's compiler options and those of `mesh.compiler_options`."""
-        products = self.experiment.precision.products
-        fp8 = products is not None and products.rate == "fp8"
-        return with_defaults(dict(self.spec.compiler_options), self.spec.platform, fp8=fp8)
-
-    @property
     def largest_batch(self) -> int:
-        return batch_sizes(self.experiment.batch)[-1]
-
-    @property
-    def peak_flops(self) -> float:
-        """Dense peak of one device in the compute dtype, FLOP/s."""
-        return self.spec.chip.peak_flops(jnp.dtype(self.experiment.precision.compute).name)
-
-    @property
-    def product_flops(self) -> float:
-        """Dense peak of one device in the products of layers, FLOP/s: the 8-bit rate if the
-        products are in 8 bits and the chip has one."""
-        products = self.experiment.precision.products
-        rate = None if products is None else getattr(self.spec.chip, f"{products.rate}_flops")
-        return self.peak_flops if rate is None else rate
+        return self.experiment.batch_sizes[-1]
 
     @property
     def check_vma(self) -> bool:
@@ -306,41 +227,13 @@ def try_assemble(
     experiment: Experiment, spec: MeshSpec, fields: Any = None
 ) -> tuple[Assembly | None, list[str]]:
     """Returns the assembly, or None if violations prevent it, and all violations."""
-    sizes = {axis: n for axis, n in spec.shape.items() if n > 1}
-    violations = field_violations(experiment)
-    if describes(experiment.model):
-        chosen = with_kernels(experiment, spec.platform, spec.chip.capability)
-        experiment, violations = chosen[0], violations + chosen[1]
-    mode = chosen_mode(experiment, violations)
-    unbuildable = model_violations(experiment)
-    violations += unbuildable + mesh_violations(experiment, spec, sizes, mode)
+    resolved, unbuildable = resolve(experiment, spec)
+    violations = violations_of(resolved, unbuildable)
     if unbuildable:
         return None, violations
-    adapters, untuned = adapters_of(experiment)
-    adapters, kernel = None if untuned else adapters, experiment.execution.attention
-    buffers = buffers_of_experiment(experiment)
-    options: Any = dict(kernel=kernel, scales=bool(buffers.scales), tallies=True)
-    options |= dict(adapters=adapters, objective=experiment.objective)
-    split = abstract_model(experiment.model, **options)
-    violations += untuned + untrue(experiment.model, split, buffers.names)
-    pipeline, unpiped = on_stages(experiment, sizes)
-    violations += unpiped
-    if pipeline is not None:
-        split = split_in_slots(split, pipeline.layout)
-    places, unplaced = place(split.params, split.axes, experiment.sharding, sizes=sizes)
-    trained, untrained = trained_leaves(experiment, split.params, sizes)
-    places, violations = with_trained(places, trained), violations + untrained
-    violations += without_heads(unplaced, violations)
-    execution = experiment.execution
-    layout = None if pipeline is None else pipeline.layout
-    summed = without_buffers(places, buffers)
-    parts = compressed_parts(execution.reducer, execution.small_leaf, summed, sizes, layout)
-    violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
     try:
-        assembly = _build(
-            fields, experiment=experiment, spec=spec, sizes=sizes, mode=mode, split=split,
-            places=places, parts=parts, pipeline=pipeline,
-        )  # fmt: skip
+        laid_out = _lay_out(resolved, violations)
+        assembly = _build(resolved, fields, **laid_out)
         return assembly, violations + _kernel_violations(assembly)
     except Exception:  # caused by one of the violations, which say more
         if not violations:
@@ -357,21 +250,58 @@ def _kernel_violations(assembly: Assembly) -> list[str]:
     return kernel_refusals(kernel, blocks, assembly.sequences)
 
 
-def _build(fields: Any, **assembled: Any) -> Assembly:
-    """Returns the assembly with these fields, computing the others."""
-    e, places, parts = assembled["experiment"], assembled["places"], assembled["parts"]
-    axes = _trained_axes(without_buffers(assembled["split"].axes, buffers_of_experiment(e)), places)
-    transform = e.optimizer.build(axes, steps=e.steps, batch=batch_sizes(e.batch)[-1])
-    layout = None if assembled["pipeline"] is None else assembled["pipeline"].layout
+def _lay_out(resolved: Resolved, violations: list[str]) -> dict[str, Any]:
+    """Returns the fields of an assembly that say where parameters are. Adds to `violations`."""
+    e, sizes, buffers = resolved.experiment, resolved.sizes, resolved.buffers
+    options: Any = dict(kernel=e.execution.attention, scales=bool(buffers.scales), tallies=True)
+    options |= dict(adapters=resolved.adapters, objective=e.objective)
+    split = abstract_model(e.model, **options)
+    violations += untrue(resolved.description, split, buffers.names)
+    pipeline, unpiped = on_stages(resolved)
+    violations += unpiped
+    layout = None if pipeline is None else pipeline.layout
+    if layout is not None:
+        split = split_in_slots(split, layout)
+    places, unplaced = place(split.params, split.axes, e.sharding, sizes=sizes)
+    trained, untrained = trained_leaves(
+        e.fine_tuning, resolved.description, buffers, split.params, stages=sizes.get(STAGE, 1)
+    )
+    places = with_trained(places, trained)
+    violations += untrained
+    violations += without_heads(unplaced, violations)
+    execution, summed = e.execution, without_buffers(places, buffers)
+    parts = compressed_parts(execution.reducer, execution.small_leaf, summed, sizes, layout)
+    violations += unused_reducer(execution.reducer, parts, execution.small_leaf)
+    return dict(split=split, places=places, parts=parts, pipeline=pipeline)
+
+
+def _build(
+    resolved: Resolved,
+    fields: Any,
+    *,
+    split: ModuleSplit,
+    places: Mapping[str, Leaf],
+    parts: Mapping[str, CompressedLeaf],
+    pipeline: OnStages | None,
+) -> Assembly:
+    """Returns the assembly with these values, computing the others."""
+    e = resolved.experiment
+    axes = _trained_axes(without_buffers(split.axes, resolved.buffers), places)
+    transform = e.optimizer.build(axes, steps=e.steps, batch=e.batch_sizes[-1])
+    layout = None if pipeline is None else pipeline.layout
     abstract = jax.eval_shape(
-        lambda: initial_state(e, transform, parts, layout, axes.keys(), derivative=1.0)
+        lambda: initial_state(resolved, transform, parts, layout, axes.keys(), derivative=1.0)
     )
     return Assembly(
-        **assembled,
-        loop=e.execution.loop_on(assembled["spec"].platform, _fetches(assembled["sizes"], places)),
+        **{field.name: getattr(resolved, field.name) for field in dataclass_fields(Resolved)},
+        loop=e.execution.loop_on(resolved.spec.platform, _fetches(resolved.sizes, places)),
+        split=split,
+        places=places,
+        parts=parts,
         transform=transform,
         abstract=abstract,
         splits=state_splits(abstract, places, parts),
+        pipeline=pipeline,
         fields=token_fields(e.data) if fields is None else fields,
     )
 

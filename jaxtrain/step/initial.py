@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from jaxtrain.compression.residuals import CompressedLeaf, no_residuals
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.resolve import Resolved
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.models.build import build_model
 from jaxtrain.models.scales import first_scales
@@ -19,11 +19,10 @@ from jaxtrain.nn.module import take_apart
 from jaxtrain.nn.param import named_key
 from jaxtrain.pipeline.layout import StageLayout
 from jaxtrain.step.state import TrainState
-from jaxtrain.step.tuning import adapters_of, buffers_of_experiment
 
 
 def initial_state(
-    experiment: Experiment,
+    resolved: Resolved,
     transform: optax.GradientTransformation,
     parts: Mapping[str, CompressedLeaf],
     layout: StageLayout | None,
@@ -35,13 +34,14 @@ def initial_state(
     """Returns the state before the first step. It is a function of the seed only, except for
     residuals, a pipeline's slots and `loaded` parameters, which are laid out as in the state.
     derivative: of the first step's loss, as it is differentiated, by a token's loss."""
-    split = take_apart(make_model(experiment))
+    experiment, buffers = resolved.experiment, resolved.buffers
+    split = take_apart(make_model(resolved))
     params = dict(split.params)
     if layout is not None:
         params = {
             k: layout.to_slots(v) if "layers" in split.axes[k] else v for k, v in params.items()
         }
-    dtype, buffers = experiment.precision.params, buffers_of_experiment(experiment)
+    dtype = experiment.precision.params
     all_params = {**params, **(loaded or {})}
     params = first_scales(all_params, buffers.scales, experiment.precision.products, derivative)
     # Buffers count steps and tokens: 16 bits lose count beyond 256.
@@ -60,10 +60,9 @@ def initial_state(
     )
 
 
-def make_model(experiment: Experiment) -> nnx.Module:
+def make_model(resolved: Resolved) -> nnx.Module:
     """Returns the module with its initial parameters, including adapters."""
+    experiment, scales = resolved.experiment, bool(resolved.buffers.scales)
     key = named_key(jax.random.key(experiment.seed), "model")
-    kernel, adapters = experiment.execution.attention, adapters_of(experiment)[0]
-    scales = bool(buffers_of_experiment(experiment).scales)
-    options: Any = dict(kernel=kernel, adapters=adapters, scales=scales, tallies=True)
-    return build_model(experiment.model, key, **options)
+    options: Any = dict(kernel=experiment.execution.attention, scales=scales, tallies=True)
+    return build_model(experiment.model, key, adapters=resolved.adapters, **options)

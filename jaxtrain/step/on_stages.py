@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.resolve import Resolved
 from jaxtrain.mesh.axes import STAGE
-from jaxtrain.models.layered import description_of
 from jaxtrain.nn.module import ModuleSplit
 from jaxtrain.pipeline.executor import Executor
 from jaxtrain.pipeline.layout import StageLayout
@@ -25,23 +23,19 @@ class OnStages(NamedTuple):
     executor: type[Executor] = Executor
 
 
-def on_stages(
-    experiment: Experiment, sizes: Mapping[str, int]
-) -> tuple[OnStages | None, list[str]]:
+def on_stages(resolved: Resolved) -> tuple[OnStages | None, list[str]]:
     """Returns the pipeline of a mesh with stages, None if there is none, and the reasons why the
     configured one is impossible."""
-    stages, model = sizes.get(STAGE, 1), description_of(experiment.model)
+    stages, model = resolved.sizes.get(STAGE, 1), resolved.description
+    pipeline = resolved.experiment.execution.pipeline
     if stages == 1 or model is None or "pipeline" not in model.can:
         return None, []
     try:
-        schedule = experiment.execution.pipeline.table(
-            stages=stages, microbatches=experiment.microbatches
-        )
+        schedule = pipeline.table(stages=stages, microbatches=resolved.experiment.microbatches)
     except ValueError as error:
         return None, [f"execution.pipeline: {error}"]
     except OSError as error:
-        path = experiment.execution.pipeline.schedule
-        return None, [f"execution.pipeline: {path} cannot be read: {error.strerror}"]
+        return None, [f"execution.pipeline: {pipeline.schedule} cannot be read: {error.strerror}"]
     return OnStages(schedule, StageLayout(model.periods, stages, schedule.chunks)), []
 
 

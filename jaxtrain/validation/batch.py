@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from jaxtrain.data import BatchRamp
 from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.resolve import Resolved
 from jaxtrain.mesh.sharding import ways
 from jaxtrain.remedies import Clash, Near, multiples_near, options
 
@@ -14,7 +13,7 @@ from jaxtrain.remedies import Clash, Near, multiples_near, options
 def whole_violations(experiment: Experiment) -> list[str]:
     """Returns violations if a batch size is not a multiple of `microbatches`."""
     e, violations = experiment, []
-    for batch in batch_sizes(e.batch):
+    for batch in e.batch_sizes:
         if batch < 1:
             violations.append(f"batch={batch!r}; use a whole number of sequences, at least 1")
         elif e.microbatches >= 1 and batch % e.microbatches:
@@ -31,10 +30,9 @@ def whole_violations(experiment: Experiment) -> list[str]:
     return violations
 
 
-def rows_violations(
-    experiment: Experiment, rows: tuple[str, ...], sizes: Mapping[str, int]
-) -> list[str]:
-    """Returns violations for microbatches whose rows do not split over the mesh axes `rows`."""
+def rows_violations(resolved: Resolved) -> list[str]:
+    """Returns violations for microbatches whose rows do not split over their mesh axes."""
+    rows, sizes, experiment = resolved.roles.batch, resolved.sizes, resolved.experiment
     micro, parts, violations = experiment.microbatches, ways(rows, sizes), []
     number = Near("microbatches", micro)
     for batch in divisible_batches(experiment):
@@ -64,16 +62,11 @@ def divisible_batches(experiment: Experiment) -> list[int]:
     micro = experiment.microbatches
     if micro < 1:
         return []
-    return [b for b in batch_sizes(experiment.batch) if b >= micro and b % micro == 0]
-
-
-def batch_sizes(batch: int | BatchRamp) -> tuple[int, ...]:
-    """Returns every size of the batch, in order."""
-    return batch.sizes if isinstance(batch, BatchRamp) else (batch,)
+    return [b for b in experiment.batch_sizes if b >= micro and b % micro == 0]
 
 
 def _fitting_microbatches(experiment: Experiment) -> int:
     """Returns the number closest to `microbatches` that divides every size of the batch."""
-    common_divisor = math.gcd(*batch_sizes(experiment.batch))
+    common_divisor = math.gcd(*experiment.batch_sizes)
     divisors = (n for n in range(1, common_divisor + 1) if common_divisor % n == 0)
     return min(divisors, key=lambda n: abs(n - experiment.microbatches))

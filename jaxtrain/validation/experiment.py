@@ -10,25 +10,22 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.compression.compressed import Compressed
 from jaxtrain.compression.residuals import CompressedLeaf
 from jaxtrain.data import BigramChain, ByteTokenizer
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment import Experiment, Sample
 from jaxtrain.experiment.evaluation import length_violations
+from jaxtrain.experiment.platform_kernels import platform_violations
+from jaxtrain.experiment.resolve import Resolved
+from jaxtrain.experiment.tuning import adapters_of
 from jaxtrain.mesh.axes import EXPERT_AXES, MODES, ROWS, STAGE
 from jaxtrain.mesh.mesh import MeshSpec
-from jaxtrain.mesh.roles import roles_of
-from jaxtrain.mesh.sharding import ShardingRules, ways
-from jaxtrain.models.description import ModelDescription
+from jaxtrain.models.check import positions_of, vocab_of
+from jaxtrain.models.layered import ModelConfig
 from jaxtrain.moe.grouped import GroupedMatmul
 from jaxtrain.moe.kernels import PlatformGroupedMatmul
 from jaxtrain.nn.remat import remat_violations
 from jaxtrain.remedies import Clash, Near
-from jaxtrain.validation.batch import divisible_batches, rows_violations, whole_violations
+from jaxtrain.validation.batch import rows_violations, whole_violations
 from jaxtrain.validation.experts import group_violations, narrow_violations
-from jaxtrain.validation.model import (
-    described_where_sound,
-    describes,
-    positions_of,
-    vocab_of,
-)
+from jaxtrain.validation.model import model_violations
 from jaxtrain.validation.own_attention import own_attention_violations
 from jaxtrain.validation.preferences import preference_violations
 from jaxtrain.validation.sequence import cut_violations, tokens_violations
@@ -38,41 +35,53 @@ METRICS = ("eval_loss", "bits_per_byte")
 """Metrics of an evaluation. bits_per_byte needs tokens that stand for bytes."""
 
 
-def chosen_mode(experiment: Experiment, violations: list[str]) -> str:
-    """Returns the mode that runs the experiment. Adds what is wrong with the requested one to
-    `violations`."""
-    described = described_where_sound(experiment)
-    can = describes(experiment.model) if described is None else "explicit" in described.can
-    mode = experiment.execution.mode or ("explicit" if can else "gspmd")
+def violations_of(resolved: Resolved, unbuildable: list[str]) -> list[str]:
+    """Returns every violation that is known before the model is built. unbuildable: those that
+    `resolve` returned."""
+    e, spec, violations = resolved.experiment, resolved.spec, field_violations(resolved)
+    if isinstance(e.model, ModelConfig):
+        violations += platform_violations(e.execution, spec.platform, spec.chip.capability)
+    violations += mode_violations(resolved)
+    violations += unbuildable or model_violations(resolved)
+    violations += mesh_violations(resolved)
+    if unbuildable:
+        return violations
+    return violations + adapters_of(e.lora, resolved.description)[1]
+
+
+def mode_violations(resolved: Resolved) -> list[str]:
+    """Returns violations of the requested mode, of settings that it does not have, and of sums that
+    do not go together."""
+    execution, mode, violations = resolved.experiment.execution, resolved.mode, []
     if mode not in MODES:
         violations.append(f"execution.mode={mode!r}; the modes are {' and '.join(MODES)}")
-    if mode == "explicit" and not can:
+    if mode == "explicit" and not resolved.can("explicit"):
         violations.append(
             "execution.mode='explicit' runs models that describe themselves: inside it every "
             "collective is stated by the model through its Communicator, and this model states "
             "none; use mode='gspmd' (or None)"
         )
-    if mode == "gspmd" and experiment.execution.collectives is not None:
+    if mode == "gspmd" and execution.collectives is not None:
         violations.append(
-            f"execution.collectives={experiment.execution.collectives!r} is for mode='explicit'; "
+            f"execution.collectives={execution.collectives!r} is for mode='explicit'; "
             f"under gspmd XLA chooses them: use collectives=None"
         )
-    if mode == "gspmd" and experiment.execution.reducer != Lax():
+    if mode == "gspmd" and execution.reducer != Lax():
         violations.append(
-            f"execution.reducer={experiment.execution.reducer!r} is for mode='explicit'; under "
+            f"execution.reducer={execution.reducer!r} is for mode='explicit'; under "
             f"gspmd XLA sums the gradients: use reducer=Lax()"
         )
-    if experiment.execution.reduce_layers and isinstance(experiment.execution.reducer, Compressed):
+    if execution.reduce_layers and isinstance(execution.reducer, Compressed):
         violations.append(
             "execution.reduce_layers=True sums in every microbatch, and a compressed reducer "
             "carries its errors from step to step; use reduce_layers=False or an exact reducer"
         )
-    if mode == "gspmd" and experiment.execution.reduce_layers:
+    if mode == "gspmd" and execution.reduce_layers:
         violations.append(
             "execution.reduce_layers=True is for mode='explicit'; under gspmd XLA chooses when it "
             "sums: use reduce_layers=False"
         )
-    return mode
+    return violations
 
 
 def unused_reducer(reducer: Any, parts: Mapping[str, CompressedLeaf], small_leaf: int) -> list[str]:
@@ -108,9 +117,8 @@ def unused_reducer(reducer: Any, parts: Mapping[str, CompressedLeaf], small_leaf
     ]
 
 
-def _warmup_violations(experiment: Experiment) -> list[str]:
+def _warmup_violations(reducer: Any, steps: int) -> list[str]:
     """Returns a violation if a compressed reducer's exact steps fill the run."""
-    reducer, steps = experiment.execution.reducer, experiment.steps
     if not isinstance(reducer, Compressed) or not 1 <= steps <= reducer.warmup_steps:
         return []
     return [
@@ -119,10 +127,9 @@ def _warmup_violations(experiment: Experiment) -> list[str]:
     ]
 
 
-def field_violations(experiment: Experiment) -> list[str]:
-    """Returns violations that depend neither on the mesh nor on the model's fields."""
-    e = experiment
-    violations = []
+def field_violations(resolved: Resolved) -> list[str]:
+    """Returns violations that do not depend on the mesh."""
+    e, violations = resolved.experiment, []
     for name in ("steps", "microbatches"):
         if getattr(e, name) < 1:
             violations.append(f"{name}={getattr(e, name)!r}; use a whole number of at least 1")
@@ -136,7 +143,7 @@ def field_violations(experiment: Experiment) -> list[str]:
     violations += whole_violations(e)
     if hasattr(e.optimizer, "violations"):
         violations += e.optimizer.violations(e.steps)
-    positions, seq = positions_of(e), getattr(e.data, "seq", None)
+    positions, seq = positions_of(resolved.description), getattr(e.data, "seq", None)
     if isinstance(positions, int) and isinstance(seq, int) and seq > positions:
         violations.append(
             Clash(
@@ -165,15 +172,17 @@ def field_violations(experiment: Experiment) -> list[str]:
             f"logging.profile={profile} begins after the last step, {e.steps - 1}; use "
             f"first={max(e.steps - 1, 0)} or less, or more steps"
         )
-    violations += _product_violations(e) + preference_violations(e, described_where_sound(e))
-    violations += _warmup_violations(e) + _vocabulary_violations(e) + _sample_violations(e)
-    return violations + _best_violations(e)
+    violations += _product_violations(e) + preference_violations(resolved)
+    violations += _warmup_violations(e.execution.reducer, e.steps) + _vocabulary_violations(
+        resolved
+    )
+    return violations + _sample_violations(resolved) + _best_violations(e)
 
 
 def _product_violations(experiment: Experiment) -> list[str]:
     """Returns a violation for products in 8 bits if the model does not name their matrices."""
     products = experiment.precision.products
-    if products is None or describes(experiment.model):
+    if products is None or isinstance(experiment.model, ModelConfig):
         return []
     return [
         f"precision.products={products!r} multiplies by the matrices that a model names in "
@@ -220,10 +229,11 @@ def _best_violations(experiment: Experiment) -> list[str]:
     ]
 
 
-def _vocabulary_violations(experiment: Experiment) -> list[str]:
+def _vocabulary_violations(resolved: Resolved) -> list[str]:
     """Returns a violation for token ids that have no row in the model, if the unopened data says
     how many ids it has. A trained tokenizer may come out smaller than requested."""
-    data, vocab = experiment.data, vocab_of(experiment)
+    data = resolved.experiment.data
+    vocab = vocab_of(resolved.experiment.model, resolved.description)
     tokenizer = getattr(data, "tokenizer", None)
     ids = getattr(data, "vocab", None) if tokenizer is None else getattr(tokenizer, "size", None)
     if not isinstance(vocab, int) or not isinstance(ids, int) or ids <= vocab:
@@ -233,10 +243,10 @@ def _vocabulary_violations(experiment: Experiment) -> list[str]:
     return [Clash(rule, remedy, sizes={"vocab": vocab}, ways=ways, also="another tokenizer")]
 
 
-def _sample_violations(experiment: Experiment) -> list[str]:
+def _sample_violations(resolved: Resolved) -> list[str]:
     """Returns a violation for a sample longer than the limit, or than the learned positions. A
     prompt whose tokens are unknown until the tokenizer is built counts as one token."""
-    e, positions = experiment, positions_of(experiment)
+    e, positions = resolved.experiment, positions_of(resolved.description)
     if e.sample is None:
         return []
     too_long = [f"evaluation.sample: {v}" for v in length_violations(e.sample.tokens)]
@@ -245,14 +255,15 @@ def _sample_violations(experiment: Experiment) -> list[str]:
     tokenizer, prompt = getattr(e.data, "tokenizer", None), 1
     if isinstance(tokenizer, ByteTokenizer):
         prompt = len(tokenizer.encode(e.sample.prompt))
-    return sample_length_violations(e, prompt, "a prompt of at least")
+    return sample_length_violations(e.sample, positions, prompt, "a prompt of at least")
 
 
-def sample_length_violations(experiment: Experiment, prompt: int, begins: str) -> list[str]:
-    """Returns a violation for a sample that passes the learned positions. prompt: its tokens.
-    begins: the violation."""
-    sample, positions = experiment.sample, positions_of(experiment)
-    if sample is None or positions is None or prompt + sample.tokens <= positions:
+def sample_length_violations(
+    sample: Sample, positions: int | None, prompt: int, begins: str
+) -> list[str]:
+    """Returns a violation for a sample that passes the learned positions, None without. prompt: its
+    tokens. begins: the violation."""
+    if positions is None or prompt + sample.tokens <= positions:
         return []
     room = positions - prompt
     remedy = f"tokens={room} or less" if room > 0 else "a shorter prompt"
@@ -262,70 +273,55 @@ def sample_length_violations(experiment: Experiment, prompt: int, begins: str) -
     ]
 
 
-def mesh_violations(
-    experiment: Experiment, spec: MeshSpec, sizes: Mapping[str, int], mode: str
-) -> list[str]:
+def mesh_violations(resolved: Resolved) -> list[str]:
     """Returns violations of batch, mesh axes and the model's fields that do not fit together."""
-    rows = roles_of(experiment.sharding.activations, sizes).batch
-    violations = cut_violations(experiment, sizes, mode)
-    violations += own_attention_violations(experiment, sizes)
-    parts = ways(rows, sizes)
-    violations += rows_violations(experiment, rows, sizes)
-    described = described_where_sound(experiment)
-    violations += _idle_axes(experiment.sharding, spec, sizes, described)
-    violations += _mode_violations(sizes, mode, described)
-    violations += _pipeline_violations(experiment, sizes)
-    if described is not None:
-        explicit = mode == "explicit"
-        violations += narrow_violations(described, experiment, sizes)
-        violations += unsplit(described, experiment.sharding, sizes, explicit=explicit)
-        seq = getattr(experiment.data, "seq", None)
-        if seq is not None and not violations:
-            device_rows = [
-                b // experiment.microbatches // parts for b in divisible_batches(experiment)
-            ]
-            violations += group_violations(
-                experiment, described, sizes, device_rows, explicit=explicit
-            )
-        if explicit and seq is not None and not violations:
-            violations += tokens_violations(experiment, seq, parts, sizes)
+    violations = cut_violations(resolved) + own_attention_violations(resolved)
+    violations += rows_violations(resolved) + _idle_axes(resolved) + _axis_violations(resolved)
+    violations += _pipeline_violations(resolved)
+    if resolved.description is None:
+        return violations
+    explicit, sharding = resolved.mode == "explicit", resolved.experiment.sharding
+    violations += narrow_violations(resolved)
+    violations += unsplit(resolved.description, sharding, resolved.sizes, explicit=explicit)
+    seq = getattr(resolved.experiment.data, "seq", None)
+    if seq is not None and not violations:
+        violations += group_violations(resolved, seq)
+    if explicit and seq is not None and not violations:
+        violations += tokens_violations(resolved, seq)
     return violations
 
 
-def _mode_violations(
-    sizes: Mapping[str, int], mode: str, described: ModelDescription | None
-) -> list[str]:
+def _axis_violations(resolved: Resolved) -> list[str]:
     """Returns violations of mesh axes that the mode does not run, for a model that another runs."""
+    described, mode = resolved.description, resolved.mode
     if described is None or "explicit" not in described.can:
         return []
     return [
         f"mesh axis {axis}={size} and execution.mode={mode!r}: that mode does not run {axis}; use "
         f"mode={ROWS[axis].modes[0]!r} (or None), or {axis}=1"
-        for axis, size in sizes.items()
+        for axis, size in resolved.sizes.items()
         if mode in MODES and mode not in ROWS[axis].modes
     ]
 
 
-def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int]) -> list[str]:
+def _pipeline_violations(resolved: Resolved) -> list[str]:
     """Returns violations that hold for every pipeline. A schedule's own violations are reported
     when its table is built."""
-    stages = sizes.get(STAGE, 1)
+    stages, execution = resolved.sizes.get(STAGE, 1), resolved.experiment.execution
     if stages == 1:
         return []
-    described = described_where_sound(experiment)
-    if not (describes(experiment.model) if described is None else "pipeline" in described.can):
+    if not resolved.can("pipeline"):
         return [
             f"mesh axis stage={stages} cuts models that describe themselves, and say that they can "
             f"be: it must know what a layer is; set stage=1"
         ]
     violations = []
-    loop = experiment.execution.loop
-    if loop is not None and loop.offload:
+    if execution.loop is not None and execution.loop.offload:
         violations.append(
-            f"execution.loop.offload={loop.offload}: a pipeline of stage={stages} holds what its "
-            f"layers save in buffers on the device; use offload=(), or stage=1"
+            f"execution.loop.offload={execution.loop.offload}: a pipeline of stage={stages} holds "
+            f"what its layers save in buffers on the device; use offload=(), or stage=1"
         )
-    if experiment.execution.reduce_layers:
+    if execution.reduce_layers:
         violations.append(
             f"execution.reduce_layers=True sums in every tick of a pipeline of stage={stages}, "
             f"idle ones too; use reduce_layers=False, which sums once a step"
@@ -333,22 +329,18 @@ def _pipeline_violations(experiment: Experiment, sizes: Mapping[str, int]) -> li
     return violations
 
 
-def _idle_axes(
-    rules: ShardingRules,
-    spec: MeshSpec,
-    sizes: Mapping[str, int],
-    described: ModelDescription | None,
-) -> list[str]:
+def _idle_axes(resolved: Resolved) -> list[str]:
     """Returns violations of mesh axes over which nothing is split: their devices would all do the
     same. Layers and experts are split without a rule."""
+    rules, described = resolved.experiment.sharding, resolved.description
     tables = (rules.params, rules.optimizer_table, rules.activations)
     used = {STAGE, *(axis for table in tables for _, axes in table for axis in axes)}
     if described is not None and described.expert_calls:
         used |= {*EXPERT_AXES}
     return [
-        f"mesh axis {axis}={sizes[axis]} splits nothing under these sharding rules; "
-        f"{_rule_for(axis)}, or set {axis}=1 in {spec.where}"
-        for axis in sizes
+        f"mesh axis {axis}={size} splits nothing under these sharding rules; "
+        f"{_rule_for(axis)}, or set {axis}=1 in {resolved.spec.where}"
+        for axis, size in resolved.sizes.items()
         if axis not in used
     ]
 

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.resolve import Resolved
+from jaxtrain.mesh.sharding import ways
 from jaxtrain.models.adapters import adapter_places
-from jaxtrain.models.description import ModelDescription
 from jaxtrain.operations.block import mixtures
-from jaxtrain.validation.sequence import chosen_method, cut_ways
+from jaxtrain.validation.batch import divisible_batches
 
 
-def group_violations(
-    experiment: Experiment,
-    described: ModelDescription,
-    sizes: Mapping[str, int],
-    rows: Sequence[int],
-    *,
-    explicit: bool,
-) -> list[str]:
+def group_violations(resolved: Resolved, seq: int) -> list[str]:
     """Returns violations if tokens that compete for experts' capacity are not complete groups on a
-    device. Incomplete groups would depend on the mesh. rows: of a device's microbatch, for each
-    size of the batch."""
-    seq, cut = experiment.data.seq, cut_ways(experiment.sharding, sizes)
-    runs = [count * seq for count in rows]
+    device. Incomplete groups would depend on the mesh."""
+    e, cut = resolved.experiment, resolved.row_ways
+    parts = e.microbatches * ways(resolved.roles.batch, resolved.sizes)
+    runs = [batch // parts * seq for batch in divisible_batches(e)]
     if cut > 1:
-        runs = [seq // cut]
-        order = chosen_method(experiment, described, sizes, seq).order(cut) if explicit else None
+        runs, order = [seq // cut], None
+        if resolved.mode == "explicit":
+            order = resolved.context_method(seq).order(cut)
         if order is not None and order.zigzag:  # a device's tokens may be of two chunks
             runs = [math.gcd(seq // cut, seq // (2 * order.groups))]
-    groups = dict.fromkeys(call.routing_group for call in described.expert_calls)
+    groups = dict.fromkeys(call.routing_group for call in resolved.described.expert_calls)
     return [
         f"capacity.routing_group={group} does not divide the {run} tokens that follow one another "
         f"in a device's microbatch; use routing_group={math.gcd(group, *runs)}, or fewer "
@@ -42,15 +35,14 @@ def group_violations(
     ]
 
 
-def narrow_violations(
-    described: ModelDescription, experiment: Experiment, sizes: Mapping[str, int]
-) -> list[str]:
+def narrow_violations(resolved: Resolved) -> list[str]:
     """Returns violations that keep experts from products in 8 bits."""
+    experiment, described, sizes = resolved.experiment, resolved.described, resolved.sizes
     products, chunk = experiment.precision.products, experiment.execution.expert_chunk
     if products is None or not described.expert_calls:
         return []
     setting = f"precision.products={products!r}"
-    violations = _adapter_violations(described, experiment, setting)
+    violations = _adapter_violations(resolved, setting)
     if chunk is not None:
         violations.append(
             f"execution.expert_chunk={chunk} and {setting}: an expert's rows have one scale, and "
@@ -71,12 +63,10 @@ def narrow_violations(
     return violations
 
 
-def _adapter_violations(
-    described: ModelDescription, experiment: Experiment, setting: str
-) -> list[str]:
+def _adapter_violations(resolved: Resolved, setting: str) -> list[str]:
     """Returns a violation if experts' matrices in 8 bits have adapters."""
-    tuning = experiment.fine_tuning
-    if tuning is None or tuning.lora is None:
+    lora, described = resolved.experiment.lora, resolved.described
+    if lora is None:
         return []
     of_experts = {
         path + weight.leaf
@@ -84,7 +74,7 @@ def _adapter_violations(
         for call in mixtures(block)
         for weight in call.weights
     }
-    targets = tuning.lora.targets
+    targets = lora.targets
     chosen = [
         name for name in adapter_places(described) if any(fnmatchcase(name, t) for t in targets)
     ]

@@ -1,47 +1,29 @@
-"""Checks a model, and requests that its kind does not support."""
+"""Checks requests that a model's kind does not support, and its description against its module."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from collections.abc import Iterable, Set
 
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.resolve import Resolved
 from jaxtrain.models.description import (
     ABILITIES,
     ADAPTER_A,
     ADAPTER_B,
     STACK,
-    Member,
     ModelDescription,
     named_by,
 )
-from jaxtrain.models.layered import ModelConfig, description_of
 from jaxtrain.models.routers import BIAS, every_router
 from jaxtrain.nn.module import ModuleSplit
-from jaxtrain.operations.block import chain_with_ends, entry_members, leaf_names, matrices
-from jaxtrain.operations.check import wrong_members, wrong_nodes
-from jaxtrain.remedies import under
-from jaxtrain.violations import count, did_you_mean, flag
+from jaxtrain.operations.block import leaf_names, matrices
+from jaxtrain.violations import did_you_mean
 
 
-def model_violations(experiment: Experiment) -> list[str]:
-    """Returns violations that keep the model from being built, or request what its kind does not
-    support."""
-    e = experiment
-    if violations := untried_violations(e.model):
-        return under("model: ", violations)
-    if not callable(getattr(e.model, "build", e.model)):
-        return ["model: give a config with build(rngs) or a module-level function of rngs"]
-    described = description_of(e.model)
-    if described is None and "key" in _parameters(e.model):
-        return [
-            "model: it has build(key) and no describe(): give it describe(), or take build(rngs), "
-            "with nnx.Rngs"
-        ]
+def model_violations(resolved: Resolved) -> list[str]:
+    """Returns requests that the model's kind does not support, and names of its sums that are
+    taken. The model can be built."""
+    e, described = resolved.experiment, resolved.description
     if described is not None:
-        if wrong := _no_description(described):
-            return [f"model.describe(): {wrong}"]
         violations = [f"model.describe(): {v}" for v in taken_names(described.sums)]
         if unknown := described.can - ABILITIES:
             abilities = ", ".join(sorted(ABILITIES))
@@ -64,89 +46,9 @@ def model_violations(experiment: Experiment) -> list[str]:
     ]
 
 
-def untried_violations(model: Any) -> list[str]:
-    """Returns violations of a model's fields. Remedies that a mesh may change have not been
-    tried."""
-    violations = getattr(model, "untried_violations", getattr(model, "violations", list))
-    return violations()
-
-
-def _parameters(model: Any) -> list[str]:
-    """First parameter name of the model's `build`; [] if it has no signature."""
-    try:
-        return list(inspect.signature(model.build).parameters)[:1]
-    except (AttributeError, TypeError, ValueError):
-        return []
-
-
-def _no_description(described: Any) -> str:
-    """Returns the reason why a value is not a valid description; "" if it is."""
-    if not isinstance(described, ModelDescription):
-        return f"it returns {described!r}; return a jaxtrain.models.ModelDescription"
-    if reason := _wrong_stream(described):
-        return reason
-    blocks = {**described.blocks, "entry": described.entry}
-    for path, block in blocks.items():
-        if not isinstance(block, tuple):
-            return f"the block at {path} is {block!r}; a block is a tuple of operations: (.., ..)"
-        for operation in block:
-            if reason := wrong_nodes(operation):
-                return f"the block at {path}: {reason}"
-        if reason := wrong_members(block, described.stream):
-            return f"the block at {path}: {reason}"
-    if reason := _unread_lookups(described):
-        return reason
-    first = next(iter(described.fields.values()), None)
-    if first != ("seq",):
-        return (
-            f"fields={dict(described.fields)}; name the fields of a batch with the logical axes of "
-            'a row, first the one that has an element for each token, such as {"tokens": ("seq",)}'
-        )
-    return ""
-
-
-def _wrong_stream(described: ModelDescription) -> str:
-    """Returns the reason why the members of the stream are none; "" if they are."""
-    stream = described.stream
-    if not isinstance(stream, Mapping):
-        return f"stream={stream!r}; give a dict of a jaxtrain.models.Member for each name"
-    for name, member in stream.items():
-        if not isinstance(name, str) or not name or not isinstance(member, Member):
-            return f"stream has {name!r}: {member!r}; give a jaxtrain.models.Member for each name"
-        tables = member.lookups
-        if not isinstance(tables, tuple) or not all(isinstance(table, str) for table in tables):
-            return f"stream[{name!r}].lookups={tables!r}; give a tuple of names of tables"
-        if violations := count("width", member.width, 1) + flag("leaves", member.leaves):
-            return f"stream[{name!r}]: {violations[0]}"
-    lookups = tuple(table for member in stream.values() for table in member.lookups)
-    if stream and {*lookups} != {*described.lookups}:
-        return (
-            f"lookups={described.lookups}, and the members of its stream look up {lookups}; name "
-            "the same tables in both"
-        )
-    if stream and described.embed not in [m.width for m in stream.values() if m.leaves]:
-        return (
-            f"embed={described.embed} is the width of no member of the stream that leaves the "
-            "stack, and the head reads one; say leaves=True, or another embed"
-        )
-    return ""
-
-
-def _unread_lookups(described: ModelDescription) -> str:
-    """Returns the reason why the tables of a member are looked up in vain; "" if none are."""
-    stack = (described.entry, *described.prefix.values(), *described.period)
-    (nodes, ends), names = chain_with_ends(stack), entry_members(stack)
-    read = {number for node in nodes for number in node.inputs} | {*ends.members.values()}
-    for number, name in enumerate(names):
-        if described.stream[name].lookups and number not in read:
-            return f"the tables of {name!r} are looked up, and an Update replaces what they gave"
-    return ""
-
-
-def untrue(model: Any, split: ModuleSplit, buffers: Set[str]) -> list[str]:
+def untrue(described: ModelDescription | None, split: ModuleSplit, buffers: Set[str]) -> list[str]:
     """Returns a violation for each way in which a model's description contradicts the parameters
     that its module has. buffers: names of parameters that no operation has to name."""
-    described = description_of(model)
     if described is None:
         return []
     prefix, params = "model.describe():", split.params
@@ -217,30 +119,3 @@ def taken_names(sums: Iterable[str]) -> list[str]:
         for name in sums
         if name in METRICS_OF_A_STEP or name.startswith("eval_")
     ]
-
-
-def describes(model: Any) -> bool:
-    """Returns True if the model has a description, valid or not."""
-    return isinstance(model, ModelConfig)
-
-
-def described_where_sound(experiment: Experiment) -> ModelDescription | None:
-    """Returns the model's description; None if it has none or its fields are invalid."""
-    model = experiment.model
-    if untried_violations(model):
-        return None
-    described = description_of(model)
-    return None if described is None or _no_description(described) else described
-
-
-def positions_of(experiment: Experiment) -> int | None:
-    """Returns the longest sequence that the model has positions for."""
-    described = described_where_sound(experiment)
-    return None if described is None else described.positions
-
-
-def vocab_of(experiment: Experiment) -> int | None:
-    """Returns the rows of the model's vocabulary; for a user's own model, its field of that
-    name."""
-    described = described_where_sound(experiment)
-    return getattr(experiment.model, "vocab", None) if described is None else described.head.vocab

@@ -8,14 +8,10 @@ head the same, which ALiBi does not. All kernels of jaxtrain are standard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.roles import roles_of
+from jaxtrain.experiment.resolve import Resolved
 from jaxtrain.operations.block import attentions
-from jaxtrain.validation.model import described_where_sound
-from jaxtrain.validation.sequence import cut_ways
 
 SAMPLES = "continues text by jaxtrain's own attention"
 
@@ -41,13 +37,14 @@ def kernel_name(kernel: Any) -> str:
     return getattr(kernel, "__qualname__", None) or repr(kernel)
 
 
-def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -> list[str]:
+def own_attention_violations(resolved: Resolved) -> list[str]:
     """Returns violations of a user's own attention kernel on this mesh: devices with some of the
     heads or a part of a row, and a sample of text."""
+    experiment, sizes, roles = resolved.experiment, resolved.sizes, resolved.roles
     kernel = experiment.execution.attention
     name = kernel_name(kernel)
     prefix = f"execution.attention={name} is a kernel of your own"
-    if is_own(kernel) and _has_functions_of_scores(experiment):
+    if is_own(kernel) and _has_functions_of_scores(resolved):
         return [
             f"{prefix}, and AttentionConfig.scores is computed by those of jaxtrain.attention "
             "alone; use execution.attention=None, or scores=None and a kernel that has the function"
@@ -56,10 +53,9 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
         return []
     standard = f"say that it computes softmax attention as jaxtrain.attention has it ({name}"
     standard += ".standard = True)"
-    roles = roles_of(experiment.sharding.activations, sizes)
-    widest = roles.outside_stack() if _attends_outside_the_stack(experiment) else roles
+    widest = roles.outside_stack() if _attends_outside_the_stack(resolved) else roles
     heads, rows = widest.heads, roles.seq
-    if _gets_whole_rows(experiment, sizes):
+    if _gets_whole_rows(resolved):
         heads, rows = (*heads, *rows), ()
     violations = []
     if heads and not getattr(kernel, "heads_alike", False):
@@ -85,23 +81,23 @@ def own_attention_violations(experiment: Experiment, sizes: Mapping[str, int]) -
     return violations
 
 
-def _gets_whole_rows(experiment: Experiment, sizes: Mapping[str, int]) -> bool:
+def _gets_whole_rows(resolved: Resolved) -> bool:
     """Returns True if devices that split rows trade tokens for heads before attention, all of them
     together: a kernel sees whole rows, and some of the heads."""
-    row_ways, method = cut_ways(experiment.sharding, sizes), experiment.execution.context
+    row_ways, method = resolved.row_ways, resolved.experiment.execution.context
     return row_ways > 1 and method is not None and method.trading(row_ways) == row_ways
 
 
-def _has_functions_of_scores(experiment: Experiment) -> bool:
-    model = described_where_sound(experiment)
+def _has_functions_of_scores(resolved: Resolved) -> bool:
+    model = resolved.description
     blocks = () if model is None else model.layers
     return any(call.scores is not None for block in blocks for call in attentions(block))
 
 
-def _attends_outside_the_stack(experiment: Experiment) -> bool:
+def _attends_outside_the_stack(resolved: Resolved) -> bool:
     """Returns True if a layer before or after the stack has attention. In a pipeline its heads are
     split over all stages."""
-    model = described_where_sound(experiment)
+    model = resolved.description
     if model is None:
         return False
     outside = (*model.prefix.values(), *model.suffix.values())

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.dataset import Batch, Dataset
+from jaxtrain.models.check import sound_description, vocab_of
 
 TARGETS = "targets"
 TRIED = 32
@@ -72,6 +73,17 @@ def token_violations(row: Batch, tokens: str | None) -> list[str]:
         for name, other in others.items()
         if other != shape
     ]
+
+
+def check_vocabulary(model: Any, dataset: Any) -> None:
+    """Raises ValueError if the data has token ids that the model has no row for."""
+    vocab = vocab_of(model, sound_description(model)[0])
+    ids = getattr(dataset, "vocab", None)
+    if vocab is not None and ids is not None and ids > vocab:
+        raise ValueError(
+            f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
+            "another tokenizer"
+        )
 
 
 def _callable(owner: Any, name: str) -> bool:

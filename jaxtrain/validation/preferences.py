@@ -6,16 +6,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxtrain.experiment import Experiment
-from jaxtrain.models.description import ModelDescription
+from jaxtrain.experiment.resolve import Resolved
 
 EXAMPLE = 'TextData(Preferences("pairs.jsonl"), ...)'
 
 
-def preference_violations(experiment: Experiment, described: ModelDescription | None) -> list[str]:
+def preference_violations(resolved: Resolved) -> list[str]:
     """Returns a violation if pairs of answers come without a loss of pairs, or such a loss without
-    pairs or with a model that cannot have it. described: the model's description, None if it has no
-    sound one."""
+    pairs or with a model that cannot have it."""
+    experiment, described = resolved.experiment, resolved.description
     data, path = experiment.data, "fine_tuning.preferences"
     of_pairs = getattr(data, "of_pairs", None)
     if experiment.objective is None:

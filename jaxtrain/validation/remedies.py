@@ -13,14 +13,14 @@ from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.resolve import resolve
 from jaxtrain.mesh.axes import MESH_AXES
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.mesh.roles import roles_of
 from jaxtrain.mesh.sharding import place, ways
 from jaxtrain.models.build import abstract_model
-from jaxtrain.remedies import Change, Clash, Near, resized, settled, under
-from jaxtrain.validation.experiment import chosen_mode, field_violations, mesh_violations
-from jaxtrain.validation.model import untried_violations
+from jaxtrain.remedies import Change, Clash, Near, resized, settled
+from jaxtrain.validation.experiment import field_violations, mesh_violations
 
 Fitted = TypeVar("Fitted")
 FIELDS = {
@@ -36,7 +36,7 @@ FIELDS = {
 
 
 class ExperimentOnMesh(NamedTuple):
-    """An experiment, and the mesh axes of size > 1."""
+    """An experiment, and the mesh axes of size > 1: those of a mesh, or others that are tried."""
 
     experiment: Experiment
     sizes: Mapping[str, int]
@@ -76,10 +76,10 @@ def try_remedies(violations: list[str], experiment: Experiment, spec: MeshSpec) 
 def _violations(spec: MeshSpec, subject: ExperimentOnMesh) -> Iterator[str]:
     """Yields violations that sizes may cause, the cheap ones first."""
     experiment, sizes = subject
-    unbuildable = under("model: ", untried_violations(experiment.model))
+    resolved, unbuildable = resolve(experiment, spec, sizes)
     yield from unbuildable
-    yield from field_violations(experiment)
-    yield from mesh_violations(experiment, spec, sizes, chosen_mode(experiment, []))
+    yield from field_violations(resolved)
+    yield from mesh_violations(resolved)
     if unbuildable:
         return
     split = abstract_model(experiment.model)

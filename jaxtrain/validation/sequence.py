@@ -1,45 +1,24 @@
-"""Checks rows that a mesh splits, and chooses the method of attention over them."""
+"""Checks rows that a mesh splits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from jaxtrain.context.choice import Heads, Method, choose
-from jaxtrain.experiment import Experiment
+from jaxtrain.experiment.resolve import Resolved
 from jaxtrain.mesh.axes import axes_that_split
-from jaxtrain.mesh.roles import roles_of
-from jaxtrain.mesh.sharding import ShardingRules, ways
-from jaxtrain.models.description import ModelDescription
+from jaxtrain.mesh.sharding import ways
 from jaxtrain.operations.attention import AttentionCall
-from jaxtrain.operations.block import attentions
 from jaxtrain.remedies import Clash, Near, multiples_near, options, under
 from jaxtrain.validation.batch import divisible_batches
-from jaxtrain.validation.model import described_where_sound, describes
 
 
-def cut_ways(rules: ShardingRules, sizes: Mapping[str, int]) -> int:
-    """Returns the number of devices over which a row is split."""
-    return ways(roles_of(rules.activations, sizes).seq, sizes)
-
-
-def chosen_method(
-    experiment: Experiment, model: ModelDescription, sizes: Mapping[str, int], seq: int | None
-) -> Method:
-    """Returns the experiment's method, or the one that suits mesh and heads."""
-    if experiment.execution.context is not None:
-        return experiment.execution.context
-    heads = _heads(model, experiment.sharding, sizes)
-    return choose(heads, cut_ways(experiment.sharding, sizes), seq)
-
-
-def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) -> list[str]:
+def cut_violations(resolved: Resolved) -> list[str]:
     """Returns violations that keep rows from being split as mesh and sharding rules say."""
-    rules, violations = experiment.sharding, []
-    axes = roles_of(rules.activations, sizes).seq
+    experiment, sizes, violations = resolved.experiment, resolved.sizes, []
+    axes = resolved.roles.seq
     if not axes:
         return []
-    row_ways, seq = ways(axes, sizes), getattr(experiment.data, "seq", None)
+    row_ways, seq = resolved.row_ways, getattr(experiment.data, "seq", None)
     cut = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
     if not set(axes) <= set(axes_that_split("seq")):
         allowed = " and ".join(axes_that_split("seq"))
@@ -47,7 +26,7 @@ def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) 
             f"the activations table splits seq over {axes}: rows are cut over {allowed} alone; "
             f"split batch, heads or mlp over the others"
         ]
-    if mode != "explicit":
+    if resolved.mode != "explicit":
         if experiment.execution.context is not None:
             violations.append(
                 f"execution.context={experiment.execution.context!r} is for mode='explicit'; under "
@@ -63,37 +42,19 @@ def cut_violations(experiment: Experiment, sizes: Mapping[str, int], mode: str) 
                 Clash(rule, f"use seq={options(near)}", sizes={"seq": seq}, ways=remedies)
             )
         return violations
-    model = described_where_sound(experiment)
-    if model is None:
+    if resolved.description is None:
         return violations
-    if describes(experiment.model) and "context" not in model.can:
+    if not resolved.can("context"):
         return [
             f"mesh axis {cut} cuts rows, and the model does not say that it can be given parts of "
             f'them; set {axes[0]}=1, or have describe() say "context", as ModelDescription has it'
         ]
-    method = chosen_method(experiment, model, sizes, seq)
-    for part, call in _heads(model, rules, sizes).items():
+    method = resolved.context_method(seq)
+    for part, call in resolved.local_heads().items():
         heads: dict[str, int] = dict(heads=part.heads, kv_heads=part.kv_heads)
         violations += [_of_model(v, call) for v in method.violations(row_ways, seq=seq, **heads)]
     prefix = "execution.context" if experiment.execution.context is not None else f"mesh axis {cut}"
     return under(f"{prefix}: ", dict.fromkeys(violations))
-
-
-def _heads(
-    model: ModelDescription, rules: ShardingRules, sizes: Mapping[str, int]
-) -> dict[Heads, AttentionCall]:
-    """Returns, for each kind of block, a device's share of the attention heads and the full
-    attention. Outside a pipeline its heads are split over the stages too. Heads that do not split
-    are reported elsewhere."""
-    roles = roles_of(rules.activations, sizes)
-    outside = (*model.prefix.values(), *model.suffix.values())
-    parts: dict[Heads, AttentionCall] = {}
-    for blocks, split in ((model.period, roles), (outside, roles.outside_stack())):
-        of_q, of_k = ways(split.heads, sizes), ways(split.kv_heads, sizes)
-        for call in (call for block in blocks for call in attentions(block)):
-            heads = max(call.heads // of_q, 1), max(call.kv_heads // of_k, 1)
-            parts.setdefault(Heads(*heads, call.causal), call)
-    return parts
 
 
 def _of_model(violation: str, call: AttentionCall) -> str:
@@ -106,14 +67,11 @@ def _of_model(violation: str, call: AttentionCall) -> str:
     return violation.changed(rule=f"{violation.rule}, of {name}={getattr(call, name)}")
 
 
-def tokens_violations(
-    experiment: Experiment, seq: int, parts: int, sizes: Mapping[str, int]
-) -> list[str]:
-    """Returns violations if a device's tokens do not split over the devices that share them. parts:
-    over how many the rows of a microbatch are split."""
-    roles = roles_of(experiment.sharding.activations, sizes).outside_stack()
-    split = {a: sizes[a] for a in roles.stream}
-    cut = cut_ways(experiment.sharding, sizes)
+def tokens_violations(resolved: Resolved, seq: int) -> list[str]:
+    """Returns violations if a device's tokens do not split over the devices that share them."""
+    experiment, roles, cut = resolved.experiment, resolved.roles, resolved.row_ways
+    parts = ways(roles.batch, resolved.sizes)
+    split = {a: resolved.sizes[a] for a in roles.outside_stack().stream}
     violations, count = [], math.prod(split.values())
     for batch in divisible_batches(experiment):
         tokens = batch // experiment.microbatches // parts * seq // cut

@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.committed import read_for_all
 from jaxtrain.checkpoint.run_config import stored_experiment
 from jaxtrain.checkpoint.storage import DamagedCheckpoint, committed_steps, whole_manifest
 from jaxtrain.cluster.agreement import all_gather_text, share_failure
-from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
+from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun, LoRA, Start
 from jaxtrain.experiment.load import config_of, stored_name
 from jaxtrain.experiment.stored import (
     ForeignField,
@@ -27,6 +27,7 @@ from jaxtrain.experiment.stored import (
     own_attention,
     stored_field,
 )
+from jaxtrain.experiment.tuning import match_patterns
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.store import AnyPath
 from jaxtrain.files.stored_run import checkpoints_in, opened_for_reading
@@ -39,7 +40,6 @@ from jaxtrain.state_format.manifest import Manifest
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 from jaxtrain.step.assembly import Assembly
 from jaxtrain.step.layer_order import AtRest, natural_shapes
-from jaxtrain.step.tuning import match_patterns
 from jaxtrain.transformer.essence import differences, essence
 from jaxtrain.validation.own_attention import is_own, is_standard, kernel_kind
 
@@ -58,9 +58,6 @@ class StoredStep(NamedTuple):
     names: dict[str, str]
 
 
-Start = FromHuggingFace | FromRun
-
-
 def settled_start(assembly: Assembly, step: int | None = None) -> Start | None:
     """Returns the source of the initial parameters, with the newest step of a run by its number,
     the same on every process; None for a run that initializes all of them. Reads no weight. step:
@@ -69,8 +66,7 @@ def settled_start(assembly: Assembly, step: int | None = None) -> Start | None:
     Raises ValueError, on every process, where the source does not exist for one of them, or is not
     of this model: with every leaf that is missing, extra or of another shape.
     """
-    tuning = assembly.experiment.fine_tuning
-    start = None if tuning is None else tuning.start
+    start = assembly.experiment.start
     if isinstance(start, FromHuggingFace):
         share_failure(partial(_refuse_unfit_folder, start, assembly))
     elif isinstance(start, FromRun):
@@ -87,8 +83,7 @@ def _refuse_unfit_folder(start: FromHuggingFace, assembly: Assembly) -> None:
     refuse_unfit(start.folder, model)
     if start.adapters is not None:
         shapes = {k: tuple(leaf.shape) for k, leaf in natural_shapes(assembly).params.items()}
-        lora = getattr(e.fine_tuning, "lora", None)
-        refuse_unfit_adapters(start.adapters, model, lora, {*ranks_of(shapes)})
+        refuse_unfit_adapters(start.adapters, model, e.lora, {*ranks_of(shapes)})
 
 
 def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
@@ -105,8 +100,8 @@ def model_differences(
     e, problems = assembly.experiment, []
     with nullcontext() if with_untrusted else suppress(UntrustedNames):
         problems = [] if start.leaves is not None else _model_differences(start, e)
-    problems += _attention_differences(start, e)
-    return problems + _scale_difference(start, e, _loaded_shapes(assembly))
+    problems += _attention_differences(start, e.execution.attention)
+    return problems + _scale_difference(start, e.lora, _loaded_shapes(assembly))
 
 
 def _loaded_shapes(assembly: Assembly) -> Shapes:
@@ -147,11 +142,10 @@ def _is_stored_model(start: FromRun, experiment: Experiment) -> bool:
     return (stored["experiment"] or {}).get("model") == json.loads(json.dumps(model))
 
 
-def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
+def _attention_differences(start: FromRun, kernel: Any) -> list[str]:
     """Returns the difference of the attention kernels, since a user's own kernel is part of the
     model."""
     theirs = own_attention(stored_experiment(run_of(start)))
-    kernel = experiment.execution.attention
     ours = stored_name(kernel_kind(kernel)) if is_own(kernel) else ""
     if theirs == ours or (not theirs and is_standard(kernel)):
         return []
@@ -162,14 +156,13 @@ def _attention_differences(start: FromRun, experiment: Experiment) -> list[str]:
     ]
 
 
-def _scale_difference(start: FromRun, experiment: Experiment, shapes: Shapes) -> list[str]:
+def _scale_difference(start: FromRun, ours: LoRA | None, shapes: Shapes) -> list[str]:
     """Returns the difference of the adapters' scales: under another scale, adapters mean something
     else."""
     _, manifest = manifest_of(run_of(start), start.step)
     chosen = shapes if start.leaves is None else match_patterns(start.leaves, shapes, "leaves")[0]
     if not any(is_adapter(k) and PARAMS + k in manifest.leaves for k in chosen):
         return []
-    ours = getattr(experiment.fine_tuning, "lora", None)
     tuned = stored_field(run_of(start), "fine_tuning", trust=start.trust)
     theirs = getattr(tuned, "lora", None)
     if ours is None or theirs is None or ours.alpha / ours.rank == theirs.alpha / theirs.rank:

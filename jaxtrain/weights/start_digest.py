@@ -12,12 +12,12 @@ from hashlib import sha256
 from typing import Any
 
 from jaxtrain.checkpoint.storage import committed_steps
-from jaxtrain.experiment import Experiment, FromRun
+from jaxtrain.experiment import FromRun, Start
 from jaxtrain.files.stored_run import checkpoints_in
 from jaxtrain.files.stores import local_path
 from jaxtrain.huggingface.folder import Folder
 from jaxtrain.huggingface.peft import WEIGHTS
-from jaxtrain.weights.start import Start, manifest_of, run_of
+from jaxtrain.weights.start import manifest_of, run_of
 
 ENTRY = "start"
 """The entry of a run's config.json with the digest of the weights that it began with."""
@@ -41,11 +41,10 @@ def start_digest(start: Start) -> str:
     return digest
 
 
-def start_problem(config: Mapping[str, Any], experiment: Experiment) -> str:
-    """Returns why the experiment's weights to begin with are not known to be those with which the
-    run of this config.json began, whatever their places are called; "" if they are."""
-    recorded, tuning = config.get(ENTRY), experiment.fine_tuning
-    start = None if tuning is None else tuning.start
+def start_problem(config: Mapping[str, Any], start: Start | None) -> str:
+    """Returns why the weights to begin with are not known to be those with which the run of this
+    config.json began, whatever their places are called; "" if they are."""
+    recorded = config.get(ENTRY)
     if start is None or not isinstance(recorded, str):
         return "the run does not record which weights it began with"
     problems = []

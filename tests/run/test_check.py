@@ -22,6 +22,7 @@ from jaxtrain.attention.kernels import Splash
 from jaxtrain.compression.powersgd import PowerSGD
 from jaxtrain.data import BigramChain
 from jaxtrain.experiment import with_fields
+from jaxtrain.experiment.resolve import resolve
 from jaxtrain.mesh.hardware import CHIPS
 from jaxtrain.mesh.mesh import make_mesh
 from jaxtrain.moe import Megablox
@@ -58,6 +59,10 @@ def experiment(**changes: Any) -> jaxtrain.Experiment:
         ema_decay=0.9,
     )
     return replace(given, **changes)
+
+
+def violations_of_fields(**changes: Any) -> list[str]:
+    return field_violations(resolve(experiment(**changes), jaxtrain.mesh_from_axes(data=1))[0])
 
 
 def held_by(device: Any, tree: Any) -> int:
@@ -161,7 +166,7 @@ def test_parameters_are_counted_without_the_padding_of_the_vocabulary() -> None:
 
 def test_microbatches_that_fit_every_size_of_a_ramp_are_named() -> None:
     ramp = jaxtrain.data.BatchRamp(start=4, end=10, increment=6, steps=2)
-    found = field_violations(experiment(batch=ramp, microbatches=5))
+    found = violations_of_fields(batch=ramp, microbatches=5)
     assert found == ["batch=4 is not a multiple of microbatches=5; use microbatches=2, or batch=5"]
 
 
@@ -235,16 +240,16 @@ def test_a_sample_past_the_learned_positions_is_refused_before_the_run(
     tokenizer: Any, prompt: str, message: str | None
 ) -> None:
     """Only what is certain is refused: a tokenizer not yet built may make one token of a prompt."""
-    given = experiment(
+    fields = dict(
         model=replace(experiment().model, learned_positions=16),
         data=jaxtrain.TextData(seq=16, tokenizer=tokenizer),
         evaluation=jaxtrain.Evaluation(sample=jaxtrain.Sample(prompt, tokens=13)),
     )
     if message is None:
-        assert field_violations(given) == []
+        assert violations_of_fields(**fields) == []
         return
     with pytest.raises(ValueError, match=message):
-        jaxtrain.check(given, jaxtrain.mesh_from_axes(data=1))
+        jaxtrain.check(experiment(**fields), jaxtrain.mesh_from_axes(data=1))
 
 
 @pytest.mark.parametrize("positions", [None, 16])
@@ -253,7 +258,7 @@ def test_a_sample_that_no_device_would_hold_is_refused(positions: int | None) ->
 
     def found(tokens: int) -> str:
         evaluation = jaxtrain.Evaluation(sample=jaxtrain.Sample("a", tokens=tokens))
-        return "\n".join(field_violations(experiment(model=model, evaluation=evaluation)))
+        return "\n".join(violations_of_fields(model=model, evaluation=evaluation))
 
     assert "evaluation.sample: tokens=1048577 is more than a sample may have" in found(2**20 + 1)
     assert "more than a sample may have" not in found(2**20)
@@ -263,8 +268,8 @@ def test_a_profile_after_the_last_step_is_refused() -> None:
     late = experiment(logging=jaxtrain.Logging(profile=jaxtrain.Steps(10, 12)))
     with pytest.raises(ValueError, match="begins after the last step, 9; use first=9 or less"):
         jaxtrain.check(late, jaxtrain.mesh_from_axes(data=1))
-    last = experiment(logging=jaxtrain.Logging(profile=jaxtrain.Steps(9, 12)))
-    assert field_violations(last) == []
+    last = jaxtrain.Logging(profile=jaxtrain.Steps(9, 12))
+    assert violations_of_fields(logging=last) == []
 
 
 @pytest.mark.parametrize("name", ["gpt2_124m", "llama3_1b", "llama3_8b", "stdlib_lm"])
@@ -406,14 +411,14 @@ def test_a_value_of_another_kind_is_told_once() -> None:
 
 @pytest.mark.parametrize("kernel", ["splash", "none", 3, Splash, Splash()])
 def test_a_kernel_is_a_value(kernel: Any) -> None:
-    found = field_violations(experiment(execution=jaxtrain.Execution(attention=kernel)))
+    found = violations_of_fields(execution=jaxtrain.Execution(attention=kernel))
     near = {"none": "Blockwise()", 3: "Blockwise()"}.get(kernel, "Splash()")
     assert found == [] if kernel == Splash() else near in found[0]
 
 
 @pytest.mark.parametrize("kernel", ["megablox", 3, Megablox, Megablox()])
 def test_a_grouped_matmul_is_a_value(kernel: Any) -> None:
-    found = field_violations(experiment(execution=jaxtrain.Execution(grouped_matmul=kernel)))
+    found = violations_of_fields(execution=jaxtrain.Execution(grouped_matmul=kernel))
     told = "is no kernel; use a value of jaxtrain.moe such as BlockLoop(), or None"
     assert found == [] if kernel == Megablox() else told in found[0]
 

@@ -63,8 +63,8 @@ def two_steps(mode: str, *axes: tuple[str, int], padded: bool = False) -> Any:
     trained, parts = frozenset(assembly.places), assembly.parts
 
     def begin() -> Any:
-        given = (e, assembly.transform, parts, layout, trained)
-        return initial_state(*given, derivative=assembly.first_derivative)
+        given = (assembly.transform, parts, layout, trained)
+        return initial_state(assembly, *given, derivative=assembly.first_derivative)
 
     state = jax.jit(begin, out_shardings=where)()
     step = jax.jit(

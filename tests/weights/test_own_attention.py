@@ -14,6 +14,7 @@ import pytest
 import jaxtrain
 from jaxtrain.attention import Blockwise, Reference
 from jaxtrain.context import Ulysses
+from jaxtrain.experiment.resolve import resolve
 from jaxtrain.validation.own_attention import own_attention_violations
 from jaxtrain.weights.export import export
 from jaxtrain.weights.generate import generate, generate_text
@@ -44,6 +45,12 @@ def using(experiment: jaxtrain.Experiment, kernel: Any) -> jaxtrain.Experiment:
     return replace(experiment, execution=jaxtrain.Execution(attention=kernel))
 
 
+def violations_on(experiment: jaxtrain.Experiment, **sizes: int) -> list[str]:
+    resolved, unbuildable = resolve(experiment, jaxtrain.mesh_from_axes(data=1), sizes)
+    assert not unbuildable
+    return own_attention_violations(resolved)
+
+
 SAYS = {
     "heads": "tensor=2 gives each device some of the heads",
     "rows": "context=2 gives each device a part of a row",
@@ -72,22 +79,22 @@ def test_a_kernel_that_does_not_say_so_gets_no_part_of_heads_or_rows(
         ({"tensor": 2}, heads, SAYS["heads"]),
         ({"context": 2}, rows, SAYS["rows"]),
     ):
-        violations = own_attention_violations(experiment, sizes)
+        violations = violations_on(experiment, **sizes)
         assert len(violations) == (not taken) and all(says in each for each in violations)
     traded = replace(
         experiment, execution=jaxtrain.Execution(None, attention=kernel, context=Ulysses())
     )
-    violations = own_attention_violations(traded, {"context": 2})
+    violations = violations_on(traded, context=2)
     assert len(violations) == (not heads) and all(SAYS["traded"] in each for each in violations)
     # Those before the stack have their heads split over the stages.
     (block,) = experiment.model.period
     before = replace(experiment, model=replace(experiment.model, layers=3, prefix=(block,)))
     for tried, taken in (experiment, True), (before, heads):
-        violations = own_attention_violations(tried, {"stage": 2})
+        violations = violations_on(tried, stage=2)
         assert len(violations) == (not taken), violations
         assert all("stage=2 gives each device some of the heads" in each for each in violations)
     sampled = replace(decoder, evaluation=jaxtrain.Evaluation(sample=jaxtrain.Sample("a")))
-    problems = own_attention_violations(using(sampled, kernel), {})
+    problems = violations_on(using(sampled, kernel))
     assert bool(problems) == (not rows)
     assert all(f"{kernel.__name__}.standard = True" in each for each in problems)
 

@@ -218,7 +218,7 @@ def test_of_a_run_without_a_step_the_newest_are_read_until_one_matches(
 
     def problem(recorded: int, start: FromRun) -> str:
         read.clear()
-        return start_problem({ENTRY: f"weights {recorded}"}, of(start))
+        return start_problem({ENTRY: f"weights {recorded}"}, start)
 
     assert problem(4, FromRun(tmp_path)) == "" and read == [6, 5, 4]
     assert "step 6 is torn" in problem(9, FromRun(tmp_path)) and read == [6, 5, 4, 2]

@@ -6,22 +6,20 @@ import difflib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from jaxtrain.experiment import Experiment
-from jaxtrain.mesh.axes import STAGE
+from jaxtrain.experiment.fine_tuning import FineTuning, LoRA
 from jaxtrain.mesh.sharding import Leaf
 from jaxtrain.models.adapters import Adapters, adapter_places, is_adapter
-from jaxtrain.models.buffers import Buffers, buffers_of, moved_buffers
-from jaxtrain.models.description import STACK
-from jaxtrain.models.layered import description_of
+from jaxtrain.models.buffers import Buffers, moved_buffers
+from jaxtrain.models.description import STACK, ModelDescription
 
 
-def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
-    """Returns the adapters that an experiment configures, and violations."""
-    tuning = experiment.fine_tuning
-    lora = None if tuning is None else tuning.lora
+def adapters_of(
+    lora: LoRA | None, described: ModelDescription | None
+) -> tuple[Adapters | None, list[str]]:
+    """Returns the configured adapters of a model, None without, and violations."""
+    path = "fine_tuning.lora"
     if lora is None:
         return None, []
-    path, described = "fine_tuning.lora", description_of(experiment.model)
     if described is None or "adapters" not in described.can:
         kind = "says that it has none" if described else "does not describe itself"
         return None, [
@@ -41,36 +39,32 @@ def adapters_of(experiment: Experiment) -> tuple[Adapters | None, list[str]]:
     return Adapters(lora.rank, lora.alpha / lora.rank, chosen), problems
 
 
-def buffers_of_experiment(experiment: Experiment) -> Buffers:
-    """Leaves that no optimizer updates."""
-    products = experiment.precision.products
-    scaled = products is not None and products.scaling is not None
-    return buffers_of(description_of(experiment.model), scaled=scaled)
-
-
 def trained_leaves(
-    experiment: Experiment, names: Iterable[str], sizes: Mapping[str, int]
+    tuning: FineTuning | None,
+    described: ModelDescription | None,
+    buffers: Buffers,
+    names: Iterable[str],
+    *,
+    stages: int,
 ) -> tuple[frozenset[str], list[str]]:
-    """Returns the leaves that have a gradient, and violations on these mesh axes. A leaf that no
-    optimizer updates has one only if its operation's output has one."""
-    tuning, everything = experiment.fine_tuning, frozenset(names)
+    """Returns those of the leaves `names` that have a gradient, and violations on a mesh of
+    `stages`. A leaf that no optimizer updates has one only if its operation's output has one."""
+    everything = frozenset(names)
     if tuning is None or (tuning.trainable is None and tuning.lora is None):
         return everything, []
     problems: list[str] = []
-    buffers = buffers_of_experiment(experiment)
     trained = frozenset(filter(is_adapter, everything))
     if tuning.trainable is not None:
         candidates = sorted(everything - trained - buffers.names)
         chosen, problems = match_patterns(tuning.trainable, candidates, "fine_tuning.trainable")
         trained |= set(chosen)
-    described = description_of(experiment.model)
     in_pipeline = described is None or any(
         name.startswith(STACK) or described.enters(name) for name in trained
     )
-    if trained and sizes.get(STAGE, 1) > 1 and not in_pipeline and not problems:
+    if trained and stages > 1 and not in_pipeline and not problems:
         problems.append(
             f"fine_tuning trains only {', '.join(sorted(trained))}, behind the pipeline of stage="
-            f"{sizes[STAGE]}, whose backward passes would make nothing; set stage=1"
+            f"{stages}, whose backward passes would make nothing; set stage=1"
         )
     moved = moved_buffers(described, buffers, trained) if described else frozenset()
     return trained | moved, problems

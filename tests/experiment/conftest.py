@@ -1,0 +1,1 @@
+from tiny import *  # noqa: F403
