@@ -35,14 +35,13 @@ class Resolved:
     `jaxtrain.validation` says whether it can run.
 
     experiment: with kernels of the platform; all else depends on it, so another one is resolved
-    anew. sizes: of mesh axes of size > 1, in mesh order. mode: of execution. description: of the
-    model with its objective; None if it has none, or it or the model's fields are wrong.
+    anew. sizes: of mesh axes of size > 1, in mesh order. description: of the model with its
+    objective; None if it has none, or it or the model's fields are wrong.
     """
 
     experiment: Experiment
     spec: MeshSpec
     sizes: Mapping[str, int]
-    mode: str
     description: ModelDescription | None
 
     @property
@@ -58,6 +57,11 @@ class Resolved:
             return isinstance(self.experiment.model, ModelConfig)
         return ability in self.description.can
 
+    @property
+    def mode(self) -> str:
+        """The mode of execution: "explicit" if none is given and the model can."""
+        return self.experiment.execution.mode or ("explicit" if self.can("explicit") else "gspmd")
+
     @cached_property
     def roles(self) -> Roles:
         """Mesh axes by what they split in use."""
@@ -69,15 +73,19 @@ class Resolved:
         return ways(self.roles.seq, self.sizes)
 
     @cached_property
+    def _configured_adapters(self) -> tuple[Adapters | None, list[str]]:
+        return adapters_of(self.experiment.lora, self.description)
+
+    @property
     def adapters(self) -> Adapters | None:
         """Adapters beside the model's matrices; None without, or if they have violations."""
-        adapters, violations = adapters_of(self.experiment.lora, self.description)
+        adapters, violations = self._configured_adapters
         return None if violations else adapters
 
     @property
-    def has_its_adapters(self) -> bool:
-        """False if the configured adapters have violations, so that there are none."""
-        return (self.adapters is None) == (self.experiment.lora is None)
+    def adapter_violations(self) -> list[str]:
+        """Violations of the configured adapters."""
+        return self._configured_adapters[1]
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -151,9 +159,6 @@ def resolve(
     description, violations = sound_description(experiment.model)
     if description is not None and experiment.objective is not None:
         description = description.with_preferences()
-    described = isinstance(experiment.model, ModelConfig)
-    if described:
+    if isinstance(experiment.model, ModelConfig):
         experiment = with_kernels(experiment, spec.platform, spec.chip.capability)
-    can = described if description is None else "explicit" in description.can
-    mode = experiment.execution.mode or ("explicit" if can else "gspmd")
-    return Resolved(experiment, spec, sizes, mode, description), violations
+    return Resolved(experiment, spec, sizes, description), violations

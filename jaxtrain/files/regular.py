@@ -77,9 +77,10 @@ def write_text(path: Path, text: str) -> None:
         write_all(file, text.encode("utf-8"))
 
 
-def sync_names(directory: Path) -> None:
-    """Returns when names of new and renamed files in a directory are durable. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Returns when a file's bytes are durable, or the names of new and renamed files in a
+    directory. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -101,7 +102,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    sync_names(path.parent)
+    sync_path(path.parent)
 
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:

@@ -28,7 +28,7 @@ from etils import epath
 
 from jaxtrain.files import objects
 from jaxtrain.files.folder import file_of
-from jaxtrain.files.regular import LARGEST_TEXT, open_regular, read_text, sync_names, write_all
+from jaxtrain.files.regular import LARGEST_TEXT, open_regular, read_text, sync_path, write_all
 from jaxtrain.files.stores import PACKAGES, run_violations, scheme_of
 
 AnyPath = Path | epath.Path
@@ -203,7 +203,7 @@ def put(path: AnyPath, data: bytes) -> None:
     with writing(path) as writer:
         writer.write(data)
     if isinstance(path, Path):
-        sync_names(path.parent)
+        sync_path(path.parent)
 
 
 def share_file(source: AnyPath, target: AnyPath) -> None:

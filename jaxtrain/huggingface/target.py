@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxtrain.checkpoint.storage import describe
-from jaxtrain.files.regular import write_text
+from jaxtrain.files.regular import sync_path, write_text
 
 
 class Target:
@@ -83,16 +83,16 @@ class Target:
         # Without this metadata `transformers` 4 refuses a file.
         save_file(dict(arrays), path, metadata={"format": "pt"})
         path.chmod(0o644)  # the library's own is for the owner alone
-        _flush(path)
+        sync_path(path)
 
     def commit(self, texts: Mapping[str, str]) -> None:
         """Writes the small files, and renames the temporary folder."""
         for name, text in texts.items():
             write_text(self.partial / name, text)
-            _flush(self.partial / name)
-        _flush(self.partial)
+            sync_path(self.partial / name)
+        sync_path(self.partial)
         self.partial.rename(self.folder)
-        _flush(self.folder.parent)
+        sync_path(self.folder.parent)
 
 
 def in_the_way(folder: Path) -> list[str]:
@@ -100,12 +100,3 @@ def in_the_way(folder: Path) -> list[str]:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return []
     return [f"{folder.absolute()} is there already; remove it or give a new folder"]
-
-
-def _flush(path: Path) -> None:
-    """Writes a file's bytes, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

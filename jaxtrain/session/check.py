@@ -203,7 +203,7 @@ def check(
             if branch is not None:
                 branch.refuse_unfit(assembly)
                 branch.skips(experiment, None)
-            elif not refused and assembly.has_its_adapters:
+            elif not refused and not assembly.adapter_violations:
                 settled_start(assembly)
         except ValueError as error:
             if not violations:

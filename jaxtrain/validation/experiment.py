@@ -14,7 +14,6 @@ from jaxtrain.experiment import Experiment, Sample
 from jaxtrain.experiment.evaluation import length_violations
 from jaxtrain.experiment.platform_kernels import platform_violations
 from jaxtrain.experiment.resolve import Resolved
-from jaxtrain.experiment.tuning import adapters_of
 from jaxtrain.mesh.axes import EXPERT_AXES, MODES, ROWS, STAGE
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.models.check import positions_of, vocab_of
@@ -27,6 +26,7 @@ from jaxtrain.validation.batch import rows_violations, whole_violations
 from jaxtrain.validation.experts import group_violations, narrow_violations
 from jaxtrain.validation.model import model_violations
 from jaxtrain.validation.own_attention import own_attention_violations
+from jaxtrain.validation.own_data import beyond_vocabulary
 from jaxtrain.validation.preferences import preference_violations
 from jaxtrain.validation.sequence import cut_violations, tokens_violations
 from jaxtrain.validation.split import unsplit
@@ -44,9 +44,7 @@ def violations_of(resolved: Resolved, unbuildable: list[str]) -> list[str]:
     violations += mode_violations(resolved)
     violations += unbuildable or model_violations(resolved)
     violations += mesh_violations(resolved)
-    if unbuildable:
-        return violations
-    return violations + adapters_of(e.lora, resolved.description)[1]
+    return violations if unbuildable else violations + resolved.adapter_violations
 
 
 def mode_violations(resolved: Resolved) -> list[str]:
@@ -236,11 +234,9 @@ def _vocabulary_violations(resolved: Resolved) -> list[str]:
     vocab = vocab_of(resolved.experiment.model, resolved.description)
     tokenizer = getattr(data, "tokenizer", None)
     ids = getattr(data, "vocab", None) if tokenizer is None else getattr(tokenizer, "size", None)
-    if not isinstance(vocab, int) or not isinstance(ids, int) or ids <= vocab:
+    if not isinstance(vocab, int) or not isinstance(ids, int):
         return []
-    rule = f"the data has token ids up to {ids - 1} and model.vocab={vocab}"
-    remedy, ways = f"use vocab={ids} or another tokenizer", [(Near("vocab", ids),)]
-    return [Clash(rule, remedy, sizes={"vocab": vocab}, ways=ways, also="another tokenizer")]
+    return beyond_vocabulary(ids, vocab)
 
 
 def _sample_violations(resolved: Resolved) -> list[str]:

@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxtrain.data.dataset import Batch, Dataset
 from jaxtrain.models.check import sound_description, vocab_of
+from jaxtrain.remedies import Clash, Near
+from jaxtrain.violations import raise_violations
 
 TARGETS = "targets"
 TRIED = 32
@@ -79,11 +81,17 @@ def check_vocabulary(model: Any, dataset: Any) -> None:
     """Raises ValueError if the data has token ids that the model has no row for."""
     vocab = vocab_of(model, sound_description(model)[0])
     ids = getattr(dataset, "vocab", None)
-    if vocab is not None and ids is not None and ids > vocab:
-        raise ValueError(
-            f"the data has token ids up to {ids - 1} and model.vocab={vocab}; use vocab={ids} or "
-            "another tokenizer"
-        )
+    if vocab is not None and ids is not None:
+        raise_violations(beyond_vocabulary(ids, vocab))
+
+
+def beyond_vocabulary(ids: int, vocab: int) -> list[str]:
+    """Returns a violation if the data has more token `ids` than the model has rows."""
+    if ids <= vocab:
+        return []
+    rule = f"the data has token ids up to {ids - 1} and model.vocab={vocab}"
+    remedy, ways = f"use vocab={ids} or another tokenizer", [(Near("vocab", ids),)]
+    return [Clash(rule, remedy, sizes={"vocab": vocab}, ways=ways, also="another tokenizer")]
 
 
 def _callable(owner: Any, name: str) -> bool:
