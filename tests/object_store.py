@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote, unquote
@@ -18,6 +20,7 @@ import fsspec
 from fsspec.registry import _registry
 from fsspec.spec import AbstractBufferedFile
 
+from jaxtrain.files.cache import cache_directory
 from jaxtrain.files.regular import replacing
 from jaxtrain.files.store import AnyPath
 
@@ -61,14 +64,16 @@ class ObjectStore(fsspec.AbstractFileSystem):
     """All instances have the same files.
 
     changes: the name and the bytes of each file that was written, None where it was removed, in
-    order. copied: the names of those that the store copied. request: is called with each request's
-    kind and name, and may raise what a store would.
+    order. copied: the names of those that the store copied. reads: name, first and last byte of
+    each range that was read. request: is called with each request's kind and name, and may raise
+    what a store would.
     """
 
     protocol = ("s3",)
     files: ClassVar[Any] = {}
     changes: ClassVar[list[tuple[str, bytes | None]]] = []
     copied: ClassVar[list[str]] = []
+    reads: ClassVar[list[tuple[str, int | None, int | None]]] = []
     request: ClassVar[Callable[[str, str], None]] = staticmethod(lambda kind, name: None)
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
@@ -78,7 +83,9 @@ class ObjectStore(fsspec.AbstractFileSystem):
 
     def _entry(self, name: str) -> dict[str, Any]:
         if name in self.files:
-            return {"name": name, "size": len(self.files[name]), "type": "file", "created": 0}
+            data = self.files[name]
+            tag = sha256(data).hexdigest()
+            return {"name": name, "size": len(data), "type": "file", "created": 0, "ETag": tag}
         if any(other.startswith(f"{name}/") for other in self.files):
             return {"name": name, "size": 0, "type": "directory", "created": 0}
         raise FileNotFoundError(name)
@@ -102,6 +109,17 @@ class ObjectStore(fsspec.AbstractFileSystem):
         self.dircache[name] = entries
         return entries if detail else sorted(below)
 
+    def find(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        """As a store's package has it: by lists without folders, whose errors are raised."""
+        name = self._strip_protocol(path)
+        ObjectStore.request("ls", name)
+        below = {k for k in list(self.files) if k.startswith(f"{name}/") or k == name}
+        if kwargs.get("withdirs"):
+            parts = [k.split("/") for k in below]
+            folders = {"/".join(part[:n]) for part in parts for n in range(1, len(part))}
+            below |= {folder for folder in folders if folder.startswith(f"{name}/")}
+        return {k: self._entry(k) for k in sorted(below)} if detail else sorted(below)
+
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
@@ -109,6 +127,7 @@ class ObjectStore(fsspec.AbstractFileSystem):
         ObjectStore.request("read", name)
         if name not in self.files:
             raise FileNotFoundError(name)
+        self.reads.append((name, start, end))
         data = self.files[name]
         if start is not None and (start == end or start >= len(data)):
             raise OSError("a range without bytes")  # as S3 answers it
@@ -183,7 +202,13 @@ def object_store(folder: Path | None = None) -> Iterator[type[ObjectStore]]:
 def _empty() -> None:
     ObjectStore.changes.clear()
     ObjectStore.copied.clear()
+    ObjectStore.reads.clear()
     ObjectStore.request = staticmethod(lambda kind, name: None)
+
+
+def empty_cache() -> None:
+    """Removes all that was fetched."""
+    shutil.rmtree(cache_directory())
 
 
 def copy_tree(source: AnyPath, target: AnyPath) -> AnyPath:

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 
 from jaxtrain.checkpoint.storage import committed_steps, describe, json_text
 from jaxtrain.files.json_text import parse_json
+from jaxtrain.files.pointer import checkpoints_in, place_of
 from jaxtrain.files.regular import replacing
 from jaxtrain.files.store import AnyPath, exists, is_local, read_named
-from jaxtrain.files.stored_run import checkpoints_in, place_of
 
 NAME = "config.json"
 BRANCH = "branch"

@@ -1,4 +1,4 @@
-"""`jaxtrain cache`: lists what is kept of tokenised data, and removes it."""
+"""`jaxtrain cache`: lists what is kept between runs, and removes it."""
 
 from __future__ import annotations
 

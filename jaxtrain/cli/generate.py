@@ -54,7 +54,9 @@ def generate_command(options: argparse.Namespace) -> int:
 
 def add_export_options(export: argparse.ArgumentParser) -> None:
     export.add_argument("run_dir", metavar="RUN", help="RUN or RUN@STEP")
-    export.add_argument("--out", required=True, help="the folder to write; must not be there yet")
+    export.add_argument(
+        "--out", required=True, help="the folder to write, or its address; must not be there yet"
+    )
     export.add_argument("--step", type=int, help="default the newest that is durable")
     kinds = ("float32", "bfloat16", "float16")
     about = "write the adapters of LoRA alone, as a folder of peft"

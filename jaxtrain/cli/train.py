@@ -176,7 +176,7 @@ def _outcome(
     """Returns the exit code, and a text. result: None if the run was interrupted. anew: the flag by
     which it began anew, "" for none: the same command does not go on then, and the exit code does
     not say so. text: that of --fresh-once, by which the same command goes on."""
-    from jaxtrain.files.stored_run import shown
+    from jaxtrain.files.pointer import shown
 
     if result is not None and not result.stopped:
         place = shown(run_dir)

@@ -19,8 +19,8 @@ def add_options(verify: argparse.ArgumentParser) -> None:
 def verify_command(options: argparse.Namespace) -> int:
     from jaxtrain.checkpoint.storage import steps_aside, uncommitted_steps
     from jaxtrain.experiment import of_another
+    from jaxtrain.files.pointer import checkpoints_in
     from jaxtrain.files.store import any_path
-    from jaxtrain.files.stored_run import checkpoints_in
     from jaxtrain.inspection.verify import damaged_reference, require_experiment, verify
 
     config, foreign = "", dict[str, Any]()

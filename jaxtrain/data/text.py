@@ -26,6 +26,7 @@ from jaxtrain.data.whole import DocumentStream, WholeDataset, WholeDocuments
 from jaxtrain.files.array_file import DamagedFile
 from jaxtrain.files.cache import mark_used
 from jaxtrain.files.cache_entries import keep_within_limit
+from jaxtrain.files.pointer import StoreFailed
 from jaxtrain.files.stores import local_path
 from jaxtrain.notices import Share, notice, size
 from jaxtrain.sources import (
@@ -174,6 +175,8 @@ class TextData:
                 has_messages = first is not None and first.conversation is not None
                 if is_here and (has_messages or isinstance(source, Conversations)):
                     self._try_template(first)
+            except StoreFailed:
+                raise
             except (ValueError, OSError) as error:
                 missing.append(str(error))
         return list(dict.fromkeys(missing))

@@ -30,8 +30,8 @@ from jaxtrain.files.array_file import (
     whole,
     write_arrays,
 )
-from jaxtrain.sources.document import check_fraction, check_split
-from jaxtrain.sources.files import as_tuple, check_paths, split_files
+from jaxtrain.sources.document import Piece, check_fraction, check_split
+from jaxtrain.sources.files import as_tuple, check_paths, local_file, split_files
 
 KIND = "tokens"
 TOKENS = ".tokens"
@@ -193,7 +193,7 @@ class TokenFiles:
     def store(self, split: str, *, vocab: int, tokenizer: str) -> TokenStore:
         """Raises ValueError listing every file that does not suit the tokenizer."""
         check_split(split)
-        files = tuple(open_token_file(Path(path)) for path in self.files(split))
+        files = tuple(open_token_file(local_file(piece)) for piece in self.files(split))
         problems = [
             f"{file.path} was written by another tokenizer (key {file.tokenizer[:12]}, "
             f"the experiment's is {tokenizer[:12]})"
@@ -207,12 +207,12 @@ class TokenFiles:
                 check_ids(file.tokens, vocab=vocab, path=file.path, position=0)
         return TokenStore(files=files, documents=self._select(files, split))
 
-    def files(self, split: str) -> list[str]:
+    def files(self, split: str) -> list[Piece]:
         """Returns the split's files. Raises ValueError with each pattern that matches none."""
-        paths = split_files(as_tuple(self.paths), as_tuple(self.held_out_paths), split, (TOKENS,))
-        if not paths:
+        files = split_files(as_tuple(self.paths), as_tuple(self.held_out_paths), split, (TOKENS,))
+        if not files:
             raise ValueError(f"every file of paths={self.paths!r} is in held_out_paths")
-        return paths
+        return files
 
     def _select(self, files: tuple[TokenFile, ...], split: str) -> np.ndarray:
         """[documents of the split] int64: their numbers through all files."""

@@ -33,10 +33,9 @@ from jaxtrain.sources import (
     Piece,
     Preferences,
     Source,
-    documents,
     fingerprint,
 )
-from jaxtrain.sources.document import holds_none_out
+from jaxtrain.sources.document import no_text
 from jaxtrain.tokenizers import Vocabulary
 from jaxtrain.tokenizers.chat import ChatEncoder
 from jaxtrain.tokenizers.spelled import pattern_of
@@ -240,15 +239,17 @@ def _encode(shard: _Shard, spelled: list[str]) -> Iterator[TokenDocument]:
             chat = chat or stack.enter_context(ChatEncoder(shard.vocabulary))
             for document in group:
                 try:  # both answers of a pair, or none
-                    yield from [encode_conversation(chat, answer) for answer in document.answers]
+                    answers = document.answers
+                    if refused:  # a place is looked for in the file, from its beginning
+                        answers = [answer._replace(place=None) for answer in answers]
+                    yield from [encode_conversation(chat, answer) for answer in answers]
                 except ValueError as error:
                     # Of a template that is ended every later conversation would be refused.
                     if getattr(shard.source, "on_bad", "refuse") != "skip" or not chat.is_open:
                         raise
                     refused.append(str(error))
         if refused:
-            first = refused[0]
-            log.warning("%d conversations are left out, the first: %s", len(refused), first)
+            log.warning("%d conversations are left out, the first: %s", len(refused), refused[0])
 
 
 def encode_conversation(chat: ChatEncoder, document: Document) -> TokenDocument:
@@ -287,20 +288,6 @@ def _batches(shard: _Shard, size: int = 256) -> Iterator[list[Document]]:
                 batch = []
     if batch:
         yield batch
-
-
-def no_text(split: str, source: Source) -> str:
-    """Returns the message for a split without a document."""
-    if holds_none_out(source) and split == "held_out":
-        return f"held_out=0 of {source} holds no document out: use evaluation=None, or held_out=0.1"
-    other = islice(documents(source, "train"), 2) if split == "held_out" else ()
-    if (count := len(list(other))) == 1:
-        return (
-            "the corpus is one document, which is trained on, and none is held out: cut it into "
-            'documents (TextFiles(..., separator="\\n\\n")), or use evaluation=None and held_out=0'
-        )
-    few = "" if not count else "; documents are held out by a hash of each, and these are few"
-    return f"split {split!r} of {source} has no text{few}: add documents, or change held_out"
 
 
 def _merge(shards: list[_Shard], out: Path, parts: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.experiment.kinds import kind_violations
-from jaxtrain.files.stores import run_violations, store_violations
+from jaxtrain.files.stores import address_violations
 from jaxtrain.losses.preferences import DPO
 from jaxtrain.violations import count, positive, raise_violations
 
@@ -22,17 +22,18 @@ class FromHuggingFace:
     """The weights of a folder in `transformers`' format. The model is `huggingface_config(folder)`,
     or one whose parameters have the same shapes (except padding of the vocabulary).
 
-    folder: has config.json and safetensors, as `transformers` writes them. adapters: a folder as
-      `peft` writes it, whose adapters go on; `lora` is then `huggingface_lora(adapters, model)`.
+    folder: has config.json and safetensors, as `transformers` writes them; or its address in a
+      store. adapters: a folder as `peft` writes it, whose adapters go on; `lora` is then
+      `huggingface_lora(adapters, model)`.
     """
 
     folder: str | Path
     adapters: str | Path | None = None
 
     def __post_init__(self) -> None:
-        violations = kind_violations(self) + store_violations("folder", self.folder)
+        violations = kind_violations(self) + address_violations("folder", self.folder)
         if self.adapters is not None:
-            violations += store_violations("adapters", self.adapters)
+            violations += address_violations("adapters", self.adapters)
         raise_violations(violations)
 
 
@@ -57,7 +58,7 @@ class FromRun:
         violations = kind_violations(self)
         if not violations:
             violations = module_violations("trust", self.trust)
-            violations += run_violations("run_dir", self.run_dir)
+            violations += address_violations("run_dir", self.run_dir)
         if isinstance(self.step, int) and self.step < 1:
             violations += count("step", self.step, 1)
         raise_violations(violations or pattern_violations("leaves", self.leaves))

@@ -211,7 +211,7 @@ class Injector(Callback):
         checkpoints only at its start."""
         from jaxtrain.checkpoint.storage import committed_steps
         from jaxtrain.files import store
-        from jaxtrain.files.stored_run import checkpoints_in
+        from jaxtrain.files.pointer import checkpoints_in
         from jaxtrain.state_format.manifest import ITEM
 
         checkpoints = checkpoints_in(self._run_dir)

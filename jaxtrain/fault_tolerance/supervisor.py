@@ -181,7 +181,7 @@ class Supervisor:
     def _tell_where_it_stands(self, *, goes_on: bool = True) -> bool:
         """Prints save and ledger; True if a save is visible. goes_on: a restart may continue it."""
         from jaxtrain.checkpoint.storage import committed_steps
-        from jaxtrain.files.stored_run import checkpoints_in
+        from jaxtrain.files.pointer import checkpoints_in
 
         saved, status = [], "nothing is saved"
         try:

@@ -1,5 +1,5 @@
-"""Finds the directory in which tokenised corpora, packing indexes and trained tokenizers are kept
-between runs, and notes when one of them is used."""
+"""Finds the directory in which tokenised corpora, packing indexes, trained tokenizers and files of
+object stores are kept between runs, and notes when one of them is used."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from jaxtrain.files.stores import local_path
@@ -47,6 +48,13 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
     except RuntimeError as error:  # no home is known
         reason = str(error)
     path = _own_temporary()
+    _warn(usual, reason, path)
+    return path
+
+
+@cache
+def _warn(usual: Path, reason: str, path: Path) -> None:
+    """Says once where things are kept."""
     log.warning(
         "%s cannot be used (%s); what is made of the data is kept in %s, as long as that lasts: "
         "set %s, or jaxtrain.train(cache_dir=...)",
@@ -55,7 +63,6 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
         path,
         CACHE,
     )
-    return path
 
 
 def _chosen(name: str, path: str | Path) -> Path:
@@ -91,11 +98,16 @@ def _own_temporary() -> Path:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="jaxtrain-cache-"))
+        return _new_temporary(tempfile.gettempdir())
     private = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if stat.S_ISDIR(status.st_mode) and private:
         return path
-    return Path(tempfile.mkdtemp(prefix="jaxtrain-cache-"))
+    return _new_temporary(tempfile.gettempdir())
+
+
+@cache  # one for a process
+def _new_temporary(folder: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix="jaxtrain-cache-", dir=folder))
 
 
 def mark_used(path: Path, about: str = "") -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import time
+import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,20 +28,25 @@ UNUSED_DAYS = 30
 DAY_S, HOUR_S = 86_400, 3_600
 TOKENIZER = "tokenizer"
 UNFINISHED = ", unfinished"
+OF_STORES = ("file of a store", "texts of a store", "run in a store")
 KINDS = {
     "tokens": r"[0-9a-f]{24}\.tokens",
     f"tokens{UNFINISHED}": r"[0-9a-f]{24}\.tokens\.parts",
     "packing index": r"packing-[0-9a-f]{16}-\d+-\d+\.index",
+    "file of a store": r"[0-9a-f]{24}\.stored",
+    "texts of a store": r"store-[0-9a-f]{24}",
+    "run in a store": r"run-[0-9a-f]{24}",
     TOKENIZER: r"bpe-[0-9a-f]{24}\.tokenizer",
-    f"file{UNFINISHED}": r"\.(?:packing-|bpe-|[0-9a-f]{24}\.)\S+\.[0-9a-f]{32}\.tmp",
+    f"file{UNFINISHED}": r"\.(?:packing-|bpe-|[0-9a-f]{24}\.)\S+\.[0-9a-f]{32}\.tmp"
+    r"|\.(?:store-|run-)?[0-9a-f]{24}\S*-[0-9a-f]{8}",
 }
 """What an entry is -> the pattern of its name. Nothing else in the directory is listed or removed.
 """
 
 
 class CacheEntry(NamedTuple):
-    """path: a file, or a folder of unfinished tokens. bytes: what it takes. used: when it was last
-    used, in seconds since 1970. about: what it was made of, "" if unknown."""
+    """path: a file or a folder. bytes: what it takes. used: when it was last used, in seconds since
+    1970. about: what it was made of, "" if unknown."""
 
     path: Path
     kind: str
@@ -109,9 +115,12 @@ def cache_contents(
 ) -> CacheContents:
     """Returns what is in the cache. directory: as `cache_dir` of `jaxtrain.train`. trim_gb: removes
     the longest unused first until the others take no more GB than that, 0 for all but what a run is
-    writing. A run that reads from one goes on, if it is on a disk of this machine, and makes it
-    again when it is resumed. Raises ValueError for a trim_gb that is no size and a directory that
-    is none, and PermissionError where an entry cannot be removed, after the others."""
+    writing, or has used of a store within an hour. A run that reads from one goes on, if it is on a
+    disk of this machine, and makes it again when it is resumed.
+
+    Raises ValueError for a trim_gb that is no size and a directory that is none, and
+    PermissionError where an entry cannot be removed, after the others.
+    """
     if trim_gb is not None:
         raise_violations(at_least("trim_gb", trim_gb, 0))
     if directory is not None and not Path(directory).expanduser().is_dir():
@@ -161,7 +170,7 @@ def _entries(directory: Path) -> list[CacheEntry]:
 
 
 def _entry(path: Path, kind: str) -> CacheEntry:
-    statuses = [path.stat(), *(file.stat() for file in path.glob("*"))]
+    statuses = [path.stat(), *(file.stat() for file in path.rglob("*"))]
     note, mark = (path.with_name(path.name + suffix) for suffix in (ABOUT, USED))
     if mark.exists():
         statuses.append(mark.stat())
@@ -180,8 +189,9 @@ def _trim(
     excess = _taken(entries) - limit_bytes
     for entry in entries:
         age = time.time() - entry.used
-        is_written = entry.kind.endswith(UNFINISHED) and age < HOUR_S
-        stays = is_written or (unused_s > 0 and entry.kind == TOKENIZER)
+        # A start reads what it has fetched soon after.
+        is_begun = entry.kind.endswith(UNFINISHED) or entry.kind in OF_STORES
+        stays = (is_begun and age < HOUR_S) or (unused_s > 0 and entry.kind == TOKENIZER)
         if excess > 0 and age >= unused_s and not stays:
             try:
                 _remove(entry.path)
@@ -196,8 +206,10 @@ def _trim(
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
+    if path.is_dir():  # whole until it is gone, whatever happens meanwhile
+        unfinished = path.with_name(f".{path.name.lstrip('.')}-{uuid.uuid4().hex[:8]}")
+        path.rename(unfinished)
+        shutil.rmtree(unfinished)
     else:
         path.unlink()
     for suffix in (ABOUT, USED):

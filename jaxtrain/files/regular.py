@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -91,16 +91,15 @@ def sync_path(path: Path) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a file that takes the place of `path` at the end of the block: after a crash the old
     one is there, or the new one. Both are durable. Raises OSError."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)  # a temporary file is for its owner alone
+        with open(unfinished, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(unfinished, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
 

@@ -29,7 +29,7 @@ from etils import epath
 from jaxtrain.files import objects
 from jaxtrain.files.folder import file_of
 from jaxtrain.files.regular import LARGEST_TEXT, open_regular, read_text, sync_path, write_all
-from jaxtrain.files.stores import PACKAGES, run_violations, scheme_of
+from jaxtrain.files.stores import PACKAGES, address_violations, scheme_of
 
 AnyPath = Path | epath.Path
 
@@ -43,7 +43,7 @@ def any_path(name: str, path: str | AnyPath) -> AnyPath:
     text = os.fspath(path)
     scheme = scheme_of(text)
     if scheme not in PACKAGES:
-        if violations := run_violations(name, text):
+        if violations := address_violations(name, text):
             raise ValueError(violations[0])
         return Path(text).absolute()
     address = address_of(name, text)
@@ -204,6 +204,13 @@ def put(path: AnyPath, data: bytes) -> None:
         writer.write(data)
     if isinstance(path, Path):
         sync_path(path.parent)
+
+
+def send(path: Path, target: AnyPath) -> None:
+    """Copies a local file. Raises as `writing`."""
+    with path.open("rb") as file, writing(target) as writer:
+        while piece := file.read(objects.PIECE):
+            writer.write(piece)
 
 
 def share_file(source: AnyPath, target: AnyPath) -> None:

@@ -14,85 +14,42 @@ import errno
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
 from jaxtrain.files import objects
-from jaxtrain.files.cache import cache_directory
-from jaxtrain.files.folder import plain_name
-from jaxtrain.files.json_text import parse_json
-from jaxtrain.files.regular import replacing
-from jaxtrain.files.store import (
-    AnyPath,
-    any_path,
-    names_in,
-    put,
-    read_named,
-    required_size,
-    writing,
+from jaxtrain.files.fetched import StoredFile, digest_of, fetched_folder
+from jaxtrain.files.opened import open_folder
+from jaxtrain.files.pointer import (
+    CHECKPOINTS,
+    MARK,
+    POINTER,
+    UNFINISHED,
+    Pointer,
+    StoreFailed,
+    given_address,
+    given_path,
+    is_copied,
+    json_object,
+    mark_of,
+    pointer_of,
+    unreadable,
+    write_pointer,
 )
-from jaxtrain.files.stores import is_address, run_violations
+from jaxtrain.files.regular import replacing
+from jaxtrain.files.store import names_in, put, read_named, required_size, send
+from jaxtrain.files.stores import is_address
 
-CHECKPOINTS = "checkpoints"
-POINTER = "store.json"
-MARK = "copied.json"
 CONFIG = "config.json"
-OF_MACHINE = ("ledger.jsonl", "ledger_open.json")
-"""Files that stay on a machine: the times of its starts."""
-UNFINISHED = ""
-"""Mark of a directory into which files are being brought."""
-PIECE = 2**24
-"""Bytes that are sent or fetched at once."""
-
-
-class Pointer(NamedTuple):
-    """Content of POINTER. mark: None before the first copy. pending: that of a copy that is being
-    made, or failed: the store may have it."""
-
-    address: str
-    mark: str | None
-    pending: str | None = None
-
-    @property
-    def marks(self) -> set[str | None]:
-        """Marks of a store that has nothing newer than RUN."""
-        return {self.mark} if self.pending is None else {self.mark, self.pending}
-
-
-class StoreFailed(ValueError):
-    """A store could not be read or written, at the start of a run. Another start may succeed,
-    unless it is for want of permission or of a bucket."""
-
-    def __init__(self, text: str, error: OSError) -> None:
-        self.refusal = isinstance(error, PermissionError | FileNotFoundError)
-        super().__init__(f"{text}: {error}; try again, or give another --run-dir")
-
-
-def checkpoints_in(run: AnyPath) -> AnyPath:
-    """Returns the directory of a run's steps, which are in a store if RUN/store.json names one.
-    Raises ValueError where that cannot be read."""
-    pointer = _pointer(run) if isinstance(run, Path) else None
-    return (run if pointer is None else _address(POINTER, pointer.address)) / CHECKPOINTS
-
-
-def place_of(run: Path) -> str:
-    """Returns the address of a run in a store, or the whole path of another: its name on any
-    machine. Raises ValueError as `checkpoints_in`."""
-    pointer = _pointer(run)
-    return str(run.resolve()) if pointer is None else pointer.address
-
-
-def shown(run: Path) -> str:
-    """Returns the name of a run in messages: for one in a store its address, and its directory."""
-    pointer = _pointer(run)
-    return str(run) if pointer is None else f"{pointer.address} (here {run})"
+RUN = "experiment"
+"""An entry of a run's config.json, which a model's has not."""
+TRIES = 3
+"""Of reading a run whose files are being copied into its store."""
 
 
 def directory_here(run: str | Path) -> Path:
@@ -100,32 +57,17 @@ def directory_here(run: str | Path) -> Path:
     `runs/NAME`, where NAME is the address's last part, and a longer name where another run has that
     directory. Raises ValueError for an address without a name, and for those that are not read."""
     if not is_address(run):
-        return _path("run_dir", run)
-    address = _address("run_dir", run)
+        return given_path("run_dir", run)
+    address = given_address("run_dir", run)
     if "/" not in os.fspath(address).partition("://")[2]:
         raise ValueError(f"run_dir={str(run)!r} is a bucket; give a name in it: {address}/NAME")
     directory = Path("runs") / address.name
-    pointer = _pointer(directory)
+    pointer = pointer_of(directory)
     if pointer is None and not {CONFIG, CHECKPOINTS} & {*names_in(directory)}:
         return directory
-    is_ours = pointer is not None and pointer.address == os.fspath(address)
-    return directory if is_ours else directory.with_name(_unique_name(address)[:-16])
-
-
-def _path(name: str, run: str | Path) -> Path:
-    if violations := run_violations(name, run):
-        raise ValueError(violations[0])
-    return Path(run)
-
-
-def _unique_name(address: epath.Path) -> str:
-    return f"{address.name}-{sha256(os.fspath(address).encode()).hexdigest()[:24]}"
-
-
-def _address(name: str, run: str | Path) -> epath.Path:
-    address = any_path(name, run)
-    assert not isinstance(address, Path), "only addresses are given here"
-    return address
+    if pointer is not None and pointer.address == os.fspath(address):
+        return directory
+    return directory.with_name(f"{address.name}-{digest_of(os.fspath(address))[:8]}")
 
 
 @contextmanager
@@ -137,7 +79,7 @@ def opened_for_training(run: str | Path) -> Iterator[Path]:
     Raises ValueError as `directory_here`, and StoreFailed.
     """
     directory = directory_here(run)
-    pointer = _pointer(directory)
+    pointer = pointer_of(directory)
     if pointer is None and not is_address(run):
         yield directory
         return
@@ -145,7 +87,7 @@ def opened_for_training(run: str | Path) -> Iterator[Path]:
     place = run if pointer is None else pointer.address
     brought: dict[Path, os.stat_result] = {}
     try:
-        _bring(directory, _address("run_dir", place), brought, reads=False)
+        _bring(directory, given_address("run_dir", place), brought)
         yield directory
     except BaseException:
         if new_folders:
@@ -153,19 +95,62 @@ def opened_for_training(run: str | Path) -> Iterator[Path]:
         raise
 
 
-def opened_for_reading(name: str, run: str | Path) -> Path:
-    """Returns the directory of the argument `name`: for an address a copy of the run's files but
-    for its steps, in the cache. Raises ValueError as `directory_here` and where no run is,
-    and StoreFailed."""
-    if not is_address(run):
-        return _path(name, run)
-    address = _address(name, run)
-    directory = cache_directory() / "runs" / _unique_name(address)
-    _bring(directory, address, {}, reads=True)
-    if not (directory / CONFIG).exists():
-        shutil.rmtree(directory, ignore_errors=True)
-        raise ValueError(f"{address} has no {CONFIG}, so it is no run; give the address of one")
-    return directory
+def opened_for_reading(name: str, path: str | Path) -> Path:
+    """Returns the directory of the argument `name`, a run or a model's folder: for an address one
+    in the cache, with its small files. Raises ValueError for an address that is not read, and where
+    neither is; StoreFailed."""
+    if not is_address(path):
+        return given_path(name, path)
+    address = given_address(name, path)
+    run = _run_at(address)
+    return open_folder(name, path).here if run is None else run
+
+
+def opened_run(name: str, path: str | Path) -> Path:
+    """Returns the directory of a run as `opened_for_reading`. Raises ValueError for an address
+    where there is none too."""
+    if not is_address(path):
+        return given_path(name, path)
+    address = given_address(name, path)
+    if (run := _run_at(address)) is None:
+        raise ValueError(
+            f"{address} has no {CONFIG} of a run, so it is no run; give the address of one"
+        )
+    return run
+
+
+def _run_at(address: epath.Path) -> Path | None:
+    """Returns a directory with the files of a run; None where there is no run."""
+    try:
+        names = {*names_in(address)}
+        is_run = MARK in names or (CONFIG in names and RUN in _config(address))
+        return _fetched_run(address) if is_run else None
+    except OSError as error:
+        raise unreadable(address, error) from error
+
+
+def _config(address: epath.Path) -> dict[str, Any]:
+    try:
+        return json_object(read_named(address, CONFIG), address / CONFIG)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{address / CONFIG} is not UTF-8: {error}") from error
+
+
+def _fetched_run(address: epath.Path, tries: int = TRIES) -> Path:
+    files = {
+        name: StoredFile(address / name, entry.size or 0, entry.version)
+        for name, entry in objects.files_below(address).items()
+        if is_copied(name)
+    }
+    versions = [f"{name} {file.size} {file.version}" for name, file in sorted(files.items())]
+    pointer = {POINTER: json.dumps(Pointer(os.fspath(address), None)._asdict())}
+    name = f"run-{digest_of(os.fspath(address), *versions)}"
+    try:
+        return fetched_folder(name, address, files, pointer)
+    except OSError as error:
+        if error.errno != errno.ESTALE or tries == 1:
+            raise
+        return _fetched_run(address, tries - 1)  # the run is making a copy
 
 
 class RunCopy:
@@ -173,7 +158,7 @@ class RunCopy:
     copy."""
 
     def __init__(self, directory: Path, pointer: Pointer) -> None:
-        self.address = _address(POINTER, pointer.address)
+        self.address = given_address(POINTER, pointer.address)
         self._directory, self._pointer = directory, pointer
         self._copied: dict[str, tuple[int, int]] = {}
         self._pool = ThreadPoolExecutor(1)
@@ -186,13 +171,13 @@ class RunCopy:
     @classmethod
     def of(cls, directory: Path) -> RunCopy | None:
         """Returns the copy of a directory; None for one that is not copied."""
-        pointer = _pointer(directory)
+        pointer = pointer_of(directory)
         return None if pointer is None else cls(directory, pointer)
 
     def taken(self) -> str:
         """Returns why this run cannot go on, if another machine has made a copy since: it runs the
         same run; "" if not. Raises OSError, and ValueError for a mark that cannot be read."""
-        mark = _mark(self.address)
+        mark = mark_of(self.address)
         if mark is None or mark in self._marks:
             return ""
         return (
@@ -223,7 +208,7 @@ class RunCopy:
 
     def point(self) -> None:
         """Writes RUN/store.json."""
-        _write_pointer(self._directory, self._pointer)
+        write_pointer(self._directory, self._pointer)
 
     def make(self) -> None:
         """Copies now. Raises OSError, and ValueError if the run is `taken`."""
@@ -233,7 +218,7 @@ class RunCopy:
             status = (self._directory / name).stat()
             version = status.st_size, status.st_mtime_ns
             if self._copied.get(name) != version:
-                _send(self._directory / name, self.address / name)
+                send(self._directory / name, self.address / name)
                 self._copied[name] = version
         mark = secrets.token_hex(8)
         self._marks.add(mark)
@@ -244,33 +229,27 @@ class RunCopy:
         self.point()
 
 
-def _bring(
-    directory: Path, address: epath.Path, brought: dict[Path, os.stat_result], *, reads: bool
-) -> None:
-    """Makes the directory, with the files of the store unless it has them, or newer ones. brought:
-    is given those that are written. reads: nothing else writes the directory, so that it has none
-    newer.
-
-    A store into which another tool has put a run has no mark: a directory that is trained in is
-    newer than that, and one that is read may be older. Raises StoreFailed, and ValueError for a
-    mark that cannot be read.
-    """
-    pointer = _pointer(directory)
+def _bring(directory: Path, address: epath.Path, brought: dict[Path, os.stat_result]) -> None:
+    """Makes the directory, with the files of the store unless it has them, or newer ones: a store
+    into which another tool has put a run has no mark, and the directory is newer. brought: is given
+    those that are written. Raises StoreFailed, and ValueError for a mark that cannot be read."""
+    pointer = pointer_of(directory)
     try:
-        mark = _mark(address)
-        if pointer is not None and mark in pointer.marks and not (reads and mark is None):
+        mark = mark_of(address)
+        if pointer is not None and mark in pointer.marks:
             return
         directory.mkdir(parents=True, exist_ok=True)
         # Before its files: a start after a kill, or another process of this machine, brings them.
-        _write_pointer(directory, Pointer(os.fspath(address), UNFINISHED))
+        write_pointer(directory, Pointer(os.fspath(address), UNFINISHED))
         brought[directory / POINTER] = (directory / POINTER).stat()
-        for name in filter(_is_copied, objects.files_below(address)):
+        for name in filter(is_copied, objects.files_below(address)):
             _fetch(address / name, directory / name)
             brought[directory / name] = (directory / name).stat()
-        _write_pointer(directory, Pointer(os.fspath(address), mark))
+        write_pointer(directory, Pointer(os.fspath(address), mark))
         brought[directory / POINTER] = (directory / POINTER).stat()
     except OSError as error:
-        raise StoreFailed(f"{address} cannot be read into {directory}", error) from error
+        problem = f"{address} cannot be read into {directory}"
+        raise StoreFailed(problem, error, "give another --run-dir") from error
 
 
 def _remove_again(brought: dict[Path, os.stat_result], new_folders: list[Path]) -> None:
@@ -296,32 +275,15 @@ def _is_unchanged(path: Path, status: os.stat_result) -> bool:
     return False
 
 
-def _is_copied(name: str) -> bool:
-    """True for a file of a run, by its path in the directory, that a copy has: not for the steps,
-    for hidden and temporary files, and for names that lead elsewhere."""
-    first, *_ = parts = name.split("/")
-    if first in (CHECKPOINTS, POINTER, MARK, *OF_MACHINE) or first.startswith("launch-"):
-        return False
-    if first.endswith(".tmp"):
-        return False
-    return all(plain_name(part) and not part.startswith(".") for part in parts)
-
-
 def _names(directory: Path) -> Iterator[str]:
     """Yields the paths in a directory of the files that a copy has."""
     for folder, folders, files in os.walk(directory):
         place = Path(folder).relative_to(directory)
-        folders[:] = [name for name in folders if _is_copied((place / name).as_posix())]
+        folders[:] = [name for name in folders if is_copied((place / name).as_posix())]
         for name in map(lambda file: (place / file).as_posix(), files):
             path = directory / name
-            if _is_copied(name) and path.is_file() and not path.is_symlink():
+            if is_copied(name) and path.is_file() and not path.is_symlink():
                 yield name
-
-
-def _send(path: Path, target: AnyPath) -> None:
-    with path.open("rb") as file, writing(target) as writer:
-        while piece := file.read(PIECE):
-            writer.write(piece)
 
 
 def _fetch(source: epath.Path, path: Path) -> None:
@@ -329,50 +291,4 @@ def _fetch(source: epath.Path, path: Path) -> None:
     size = required_size(source)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        for start in range(0, size, PIECE):
-            file.write(objects.read_range(source, start, min(size, start + PIECE)))
-        if file.tell() != size:
-            raise OSError(errno.EIO, "the answer is cut short", os.fspath(source))
-
-
-def _mark(address: epath.Path) -> str | None:
-    """Returns the mark of the last copy in a store; None where there is none. Raises OSError, and
-    ValueError for what is no mark."""
-    try:
-        text = read_named(address, MARK)
-    except FileNotFoundError:
-        return None
-    mark = _object(text, f"{address / MARK}").get("mark")
-    if not isinstance(mark, str) or mark == UNFINISHED:
-        raise ValueError(
-            f"{address / MARK} has no mark of a copy; remove it, if no run goes on there"
-        )
-    return mark
-
-
-def _pointer(directory: Path) -> Pointer | None:
-    """Returns what RUN/store.json has; None where there is none. Raises ValueError where it cannot
-    be read."""
-    if not (directory / POINTER).is_file():
-        return None
-    stored = _object(read_named(directory, POINTER), f"{directory / POINTER}")
-    address, *marks = (stored.get(name) for name in Pointer._fields)
-    is_text = all(isinstance(mark, str | None) for mark in marks)
-    if not isinstance(address, str) or not is_address(address) or not is_text:
-        raise ValueError(f"{directory / POINTER} names no store; write the run's address into it")
-    return Pointer(address, *marks)
-
-
-def _object(text: str, source: str) -> dict[str, Any]:
-    try:
-        value = parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"{source} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{source} holds a {type(value).__name__}, not an object")
-    return value
-
-
-def _write_pointer(directory: Path, pointer: Pointer) -> None:
-    with replacing(directory / POINTER) as file:
-        file.write(json.dumps(pointer._asdict()).encode())
+        objects.read_into(source, size, file)

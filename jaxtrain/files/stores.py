@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
-"""Scheme of an address of a run -> the package that reaches it, by fsspec."""
+"""Scheme of an address -> the package that reaches it, by fsspec."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 """`Path` keeps one of an address's two slashes."""
 
@@ -19,9 +19,9 @@ def scheme_of(path: object) -> str | None:
     return None if match is None else match[1].lower()
 
 
-def is_address(run: object) -> bool:
-    """True for the address of a run in a store."""
-    return scheme_of(run) in PACKAGES
+def is_address(path: object) -> bool:
+    """True for an address in a store that is read and written here."""
+    return scheme_of(path) in PACKAGES
 
 
 def store_violations(name: str, path: object) -> list[str]:
@@ -40,11 +40,11 @@ def store_violations(name: str, path: object) -> list[str]:
     ]
 
 
-def run_violations(name: str, path: object) -> list[str]:
-    """Returns violations of a path of a run, which may be an address with a scheme of PACKAGES."""
+def address_violations(name: str, path: object) -> list[str]:
+    """Returns violations of a path that may be an address with a scheme of PACKAGES."""
     violations = [] if is_address(path) else store_violations(name, path)
     ways = " or ".join(f"{scheme}://BUCKET/NAME" for scheme in PACKAGES)
-    return [f"{violation}, or a run's address, {ways}" for violation in violations]
+    return [f"{violation}, or an address, {ways}" for violation in violations]
 
 
 def local_path(name: str, path: str | Path) -> Path:

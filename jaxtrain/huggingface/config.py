@@ -17,8 +17,8 @@ from jaxtrain.families.mixtures import DOTS1, QWEN2_MOE, QWEN3_MOE
 from jaxtrain.families.phi3 import PHI3
 from jaxtrain.files.folder import file_of
 from jaxtrain.files.json_text import parse_json
+from jaxtrain.files.opened import FolderOrPath, OpenedFolder, open_folder
 from jaxtrain.files.regular import read_text
-from jaxtrain.files.stores import local_path
 from jaxtrain.huggingface.peft_config import CONFIG
 from jaxtrain.transformer.decoder import DecoderConfig
 from jaxtrain.transformer.essence import differences, essence
@@ -34,7 +34,7 @@ FAMILIES = (
 """A model that several can say is written as the first of them."""
 
 
-def read_config(folder: str | Path) -> DecoderConfig:
+def read_config(folder: FolderOrPath) -> DecoderConfig:
     """Returns the model that a folder's config.json describes.
 
     Fields that change no logits (dropout, initialisation, a router's jitter and balancing loss) are
@@ -43,13 +43,13 @@ def read_config(folder: str | Path) -> DecoderConfig:
     Raises ValueError where there is no readable config.json, or it describes a model that this
     library does not compute: with every such field at once, unknown ones included.
     """
-    path = local_path("folder", folder) / NAME
-    family, raw, problems = _family_of(path)
+    opened = open_folder("folder", folder)
+    family, raw, problems = _family_of(opened.here)
     if family is None:
-        raise _refusal(path, problems)
+        raise _refusal(opened, problems)
     config, more = _read(family, raw)
     if problems := problems + more:
-        raise _refusal(path, problems)
+        raise _refusal(opened, problems)
     return config
 
 
@@ -63,21 +63,21 @@ def require_decoder(model: object, label: str) -> DecoderConfig:
     return model
 
 
-def family_of(folder: Path) -> Family:
+def family_of(folder: OpenedFolder) -> Family:
     """Returns the family that names a folder's tensors. Raises ValueError as `read_config` does."""
-    family, _, problems = _family_of(folder / NAME)
+    family, _, problems = _family_of(folder.here)
     if family is None:
-        raise _refusal(folder / NAME, problems)
+        raise _refusal(folder, problems)
     return family
 
 
-def _family_of(path: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
-    if not path.parent.is_dir():
-        return None, {}, [f"there is no directory {path.parent}"]
-    if not path.exists() and (path.parent / CONFIG).is_file():
+def _family_of(folder: Path) -> tuple[Family | None, dict[str, Any], list[str]]:
+    if not folder.is_dir():
+        return None, {}, [f"there is no directory {folder}"]
+    if not (folder / NAME).exists() and (folder / CONFIG).is_file():
         return None, {}, [f"the folder has adapters of `peft`; {ADAPTERS}"]
     try:
-        raw = parse_json(read_text(file_of(path.parent, path.name)))
+        raw = parse_json(read_text(file_of(folder, NAME)))
     except (OSError, ValueError) as error:
         return None, {}, [f"it cannot be read: {error}"]
     if not isinstance(raw, dict):
@@ -108,8 +108,9 @@ def _kinds(config: DecoderConfig) -> set[type]:
     return every - {MlpConfig}
 
 
-def _refusal(path: Path, problems: list[str]) -> ValueError:
-    return ValueError("\n- ".join([f"{path} is not a model that can be read here:", *problems]))
+def _refusal(folder: OpenedFolder, problems: list[str]) -> ValueError:
+    place = folder.place / NAME
+    return ValueError("\n- ".join([f"{place} is not a model that can be read here:", *problems]))
 
 
 def family_and_fields(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:

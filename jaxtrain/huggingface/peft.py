@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from jaxtrain.experiment.fine_tuning import LoRA
-from jaxtrain.files.stores import local_path
+from jaxtrain.files.opened import FolderOrPath, OpenedFolder, open_folder
 from jaxtrain.huggingface.config import family_and_fields, require_decoder
 from jaxtrain.huggingface.folder import Folder
 from jaxtrain.huggingface.layout import StoredTensor, TensorPiece, leaf_shapes, stored_tensors
@@ -31,17 +30,17 @@ PREFIX = "base_model.model."
 PARTS = (".lora_A.weight", ".lora_B.weight")
 
 
-def huggingface_lora(folder: str | Path, model: DecoderConfig) -> LoRA:
+def huggingface_lora(folder: FolderOrPath, model: DecoderConfig) -> LoRA:
     """Returns the adapters of a folder as `peft` writes it, for `FineTuning(lora=...)`: their rank,
     their alpha, and the model's matrices that have one.
 
     Raises ValueError where there is no such folder, or it adds something else to the model: with
     all that is in the way.
     """
-    folder = local_path("folder", folder)
+    opened = open_folder("folder", folder)
     require_decoder(model, "huggingface_lora(folder, model)")
-    rank, alpha = read_settings(folder)
-    with _opened(folder, model) as adapters:
+    rank, alpha = read_settings(opened)
+    with _opened(opened, model) as adapters:
         adapted = (leaf for module, leaf in adapters.leaves.items() if module in adapters.modules)
         targets = tuple(dict.fromkeys(adapted))
         problems = adapters.problems(dict.fromkeys(targets, rank))
@@ -52,14 +51,17 @@ def huggingface_lora(folder: str | Path, model: DecoderConfig) -> LoRA:
 
 
 def refuse_unfit_adapters(
-    folder: str | Path, model: DecoderConfig, lora: LoRA | None, adapted: Set[str]
+    folder: FolderOrPath, model: DecoderConfig, lora: LoRA | None, adapted: Set[str]
 ) -> None:
     """Raises ValueError if a folder has not the adapters of `lora` in this model. adapted: the
     matrices that its targets choose. Reads no weight."""
-    theirs = huggingface_lora(folder, model)
-    use = f'use lora=huggingface_lora("{folder}", model), which is {theirs}'
+    opened = open_folder("adapters", folder)
+    theirs = huggingface_lora(opened, model)
+    use = f'use lora=huggingface_lora("{opened.place}", model), which is {theirs}'
     if lora is None:
-        raise ValueError(f"{folder} has adapters, and fine_tuning.lora=None trains none; {use}")
+        raise ValueError(
+            f"{opened.place} has adapters, and fine_tuning.lora=None trains none; {use}"
+        )
     problems = []
     if lora.rank != theirs.rank:
         problems.append(f"rank={lora.rank}, there {theirs.rank}")
@@ -76,7 +78,7 @@ def refuse_unfit_adapters(
 
 
 def read_adapters(
-    folder: str | Path, model: DecoderConfig, template: Template, slots: AllSlots = AS_THEY_REST
+    folder: FolderOrPath, model: DecoderConfig, template: Template, slots: AllSlots = AS_THEY_REST
 ) -> dict[str, jax.Array]:
     """Returns the adapters' leaves from a folder as `peft` writes it.
 
@@ -84,10 +86,10 @@ def read_adapters(
     `read_params`. Raises ValueError where the folder lacks one of them, has it in another shape, or
     has others.
     """
-    folder = local_path("folder", folder)
+    opened = open_folder("folder", folder)
     ranks = ranks_of({path: leaf.shape for path, leaf in template.items()})
-    read_settings(folder)
-    with _opened(folder, model) as adapters:
+    read_settings(opened)
+    with _opened(opened, model) as adapters:
         adapters.refuse(adapters.problems(ranks))
         reader = LeafReader(adapters.files, adapter_tensors(adapters.base, ranks))
         return {path: reader.leaf(path, spec, slots) for path, spec in template.items()}
@@ -180,11 +182,11 @@ class _Adapters(NamedTuple):
                 "where some layers alone have adapters, give every layer a place of its own: "
                 f"dataclasses.replace(model, period=model.period * {self.model.periods})"
             )
-        raise refusal(self.files.path, problems, apart, MERGE)
+        raise refusal(self.files.place, problems, apart, MERGE)
 
 
 @contextmanager
-def _opened(folder: Path, model: DecoderConfig) -> Iterator[_Adapters]:
+def _opened(folder: OpenedFolder, model: DecoderConfig) -> Iterator[_Adapters]:
     family, base = family_and_fields(model)[0], base_tensors(model)
     places = adapter_places(model.describe())
     spelled = {module_of(tensor): leaf_of(tensor) for tensor in base}

@@ -10,8 +10,10 @@ from typing import Any
 
 from jaxtrain.files.folder import file_of
 from jaxtrain.files.json_text import parse_json
+from jaxtrain.files.opened import OpenedFolder
+from jaxtrain.files.pointer import CHECKPOINTS, POINTER
 from jaxtrain.files.regular import read_text
-from jaxtrain.files.stored_run import CHECKPOINTS, POINTER
+from jaxtrain.files.store import AnyPath
 from jaxtrain.violations import count, positive
 
 CONFIG = "adapter_config.json"
@@ -40,17 +42,18 @@ MERGE = (
 )
 
 
-def read_settings(folder: Path) -> tuple[int, float]:
+def read_settings(folder: OpenedFolder) -> tuple[int, float]:
     """Returns rank and alpha. Raises ValueError where a folder has no adapters, or adds something
     else to the model than alpha / rank A B: with every such field."""
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} has no {CONFIG}: {_what_it_is(folder)}")
+    place = folder.place
+    if not (folder.here / CONFIG).is_file():
+        raise ValueError(f"{place} has no {CONFIG}: {_what_it_is(folder.here)}")
     try:
-        fields = parse_json(read_text(file_of(folder, CONFIG)))
+        fields = parse_json(read_text(file_of(folder.here, CONFIG)))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / CONFIG} cannot be read: {error}") from error
+        raise ValueError(f"{place / CONFIG} cannot be read: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{folder / CONFIG} holds a {type(fields).__name__}; use an object")
+        raise ValueError(f"{place / CONFIG} holds a {type(fields).__name__}; use an object")
     rank: Any = fields.get("r")
     alpha: Any = fields.get("lora_alpha")
     problems = [
@@ -65,7 +68,7 @@ def read_settings(folder: Path) -> tuple[int, float]:
     ]
     numbers = count("r", rank, 1) + positive("lora_alpha", alpha)
     if problems or numbers:
-        raise refusal(folder, [*problems, *numbers], MERGE if problems else "")
+        raise refusal(place, [*problems, *numbers], MERGE if problems else "")
     # `use_rslora`: scaled by alpha / sqrt(rank) (Kalajdzievski 2023).
     return rank, float(alpha) * (math.sqrt(rank) if fields.get("use_rslora") else 1.0)
 
@@ -89,7 +92,7 @@ def settings_text(rank: int, alpha: float, modules: list[str], base: str, in_out
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
 
-def refusal(folder: Path, problems: Iterable[str], *remedies: str) -> ValueError:
+def refusal(folder: AnyPath, problems: Iterable[str], *remedies: str) -> ValueError:
     """Returns the error that names ten problems of a folder, and what helps."""
     lines = [*problems]
     more = [f"and {len(lines) - 10:,} more of such lines"] if len(lines) > 10 else []
@@ -103,7 +106,8 @@ def _what_it_is(folder: Path) -> str:
     """Returns what a folder without adapters is, and what to use."""
     if not folder.is_dir():
         return "there is no such folder"
-    if (folder / CHECKPOINTS).is_dir() or (folder / POINTER).is_file():
+    is_copy = (folder / POINTER).is_file() or '"experiment"' in _text(folder / "config.json")
+    if (folder / CHECKPOINTS).is_dir() or is_copy:
         return (
             "it is a run; `jaxtrain export RUN --adapters --out FOLDER` writes its adapters, and "
             "FromRun(run_dir) goes on with the run's parameters"
@@ -113,3 +117,10 @@ def _what_it_is(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return "it is a model's folder: FromHuggingFace(folder) begins with it"
     return "give a folder as `peft` saves it"
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, ValueError):
+        return ""

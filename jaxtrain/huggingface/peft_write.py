@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtrain.files.stores import local_path
+from jaxtrain.files.pointer import given_place
+from jaxtrain.files.store import AnyPath
 from jaxtrain.huggingface.config import family_and_fields
 from jaxtrain.huggingface.layout import StoredTensor
 from jaxtrain.huggingface.peft import (
@@ -30,7 +30,7 @@ NOT_CONVERTED = ("qwen2_moe",)
 
 
 def write_adapters(
-    folder: str | Path,
+    folder: str | AnyPath,
     model: DecoderConfig,
     params: Params,
     *,
@@ -51,7 +51,7 @@ def write_adapters(
             there already and not empty. After that, with nothing left behind: process 0 could not
             write, or a weight is beyond float16.
     """
-    folder = local_path("folder", folder)
+    place = given_place("folder", folder)
     adapters = {path: leaf for path, leaf in params.items() if is_adapter(path)}
     ranks = ranks_of({path: tuple(leaf.shape) for path, leaf in adapters.items()})
     refuse_unwritable_adapters(model, ranks)
@@ -66,7 +66,7 @@ def write_adapters(
     modules, in_out = _target_modules(stored, ranks), not any(t.transposed for t in adapted)
     text = settings_text(rank, alpha, modules, base, in_out)
     tensors = {WEIGHTS: adapter_tensors(stored, ranks)}
-    write_tensors(folder, tensors, adapters, str(jnp.dtype(kind)), {CONFIG: text})
+    write_tensors(place, tensors, adapters, str(jnp.dtype(kind)), {CONFIG: text})
 
 
 def refuse_unwritable_adapters(model: DecoderConfig, matrices: Collection[str]) -> None:

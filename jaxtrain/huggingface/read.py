@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.families.family import Family
-from jaxtrain.files.stores import local_path
+from jaxtrain.files.opened import FolderOrPath, open_folder
 from jaxtrain.huggingface.config import family_of
 from jaxtrain.huggingface.folder import FLOATS, Box, Folder
 from jaxtrain.huggingface.layout import (
@@ -33,7 +32,7 @@ Template = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def read_params(
-    folder: str | Path,
+    folder: FolderOrPath,
     config: DecoderConfig,
     template: Template,
     slots: AllSlots = AS_THEY_REST,
@@ -49,25 +48,25 @@ def read_params(
     are missing, extra, of another shape or no floats: with the names of all. While reading, where a
     tied folder's lm_head differs from its embedding.
     """
-    folder = local_path("folder", folder)
-    family, leaves = family_of(folder), leaf_shapes(config)
-    with Folder(folder) as files:
+    opened = open_folder("folder", folder)
+    family, leaves = family_of(opened), leaf_shapes(config)
+    with Folder(opened) as files:
         problems = _template_problems(template, leaves, slots)
         reader = _reader(files, config, family, leaves, problems)
         if reader.left_out:
             warnings.warn(
-                f"{folder}: {len(reader.left_out)} tensors of layers behind the model's, for "
+                f"{files.place}: {len(reader.left_out)} tensors of layers behind the model's, for "
                 "multi-token prediction, are left out",
                 stacklevel=2,
             )
         return {path: reader.leaf(path, spec, slots) for path, spec in template.items()}
 
 
-def refuse_unfit(folder: str | Path, config: DecoderConfig) -> None:
+def refuse_unfit(folder: FolderOrPath, config: DecoderConfig) -> None:
     """Raises ValueError as `read_params` does before it reads a weight; needs no device."""
-    folder = local_path("folder", folder)
-    family, leaves = family_of(folder), leaf_shapes(config)
-    with Folder(folder) as files:
+    opened = open_folder("folder", folder)
+    family, leaves = family_of(opened), leaf_shapes(config)
+    with Folder(opened) as files:
         _reader(files, config, family, leaves, [])
 
 
@@ -87,7 +86,7 @@ def _reader(
     files.leave_out(beyond)
     problems = problems + files.problems + _tensor_problems(files, tensors, family, copy)
     if problems:
-        raise ValueError("\n- ".join([f"{files.path} has not this model's weights:", *problems]))
+        raise ValueError("\n- ".join([f"{files.place} has not this model's weights:", *problems]))
     return LeafReader(files, tensors, copy, beyond)
 
 
@@ -240,7 +239,7 @@ class LeafReader:
         config.json says."""
         if not np.array_equal(values, self.files.read(str(self.copy), box)):
             raise ValueError(
-                f"{self.files.path}: {self.copy} differs from {name}, and config.json says that "
+                f"{self.files.place}: {self.copy} differs from {name}, and config.json says that "
                 "they are tied; set tie_word_embeddings to false there"
             )
 

@@ -1,10 +1,13 @@
-"""Atomic writing of a folder: files go into a temporary folder, which is renamed when complete."""
+"""Atomic writing of a folder: on a disk files go into a temporary folder, which is renamed when
+complete; in a store the file by which a folder is one is written last."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -14,6 +17,7 @@ from safetensors.numpy import save_file
 
 from jaxtrain.checkpoint.storage import describe
 from jaxtrain.files.regular import sync_path, write_text
+from jaxtrain.files.store import AnyPath, names_in, put, remove_file, send, size_of
 
 
 class Target:
@@ -21,20 +25,25 @@ class Target:
 
     A failure among several processes is stored, because the others would wait for this one in the
     next collective: later attempts do nothing, and `agree` raises on all. Without `commit` nothing
-    remains, except after a kill: then a folder whose name begins with a dot.
+    remains, except after a kill: then a folder whose name begins with a dot, or files of tensors in
+    a store.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()
-        self.partial = self.folder.with_name(f".{self.folder.name}.partial-{os.getpid()}")
+    def __init__(self, folder: AnyPath) -> None:
+        self.folder = folder.absolute() if isinstance(folder, Path) else folder
+        self.partial: Path | None = None
         self.failure: ValueError | None = None
+        self._sent: list[AnyPath] = []
 
     def __enter__(self) -> Target:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if jax.process_index() == 0:
+        if self.partial is not None:
             shutil.rmtree(self.partial, ignore_errors=True)
+        for path in reversed(self._sent):  # first that by which the folder is one
+            with suppress(OSError):
+                remove_file(path)
 
     def attempt(self, action: Callable[[], None]) -> None:
         """Runs `action` on process 0 if nothing failed before. Raises ValueError at once if there
@@ -46,7 +55,10 @@ class Target:
         except ValueError as error:
             self.failure = error
         except (OSError, SafetensorError) as error:
-            message = f"{self.folder} could not be written, and nothing of it is left"
+            rest = "nothing of it is left"
+            if not isinstance(self.folder, Path):
+                rest = "what was written of it is removed, if the store answers"
+            message = f"{self.folder} could not be written, and {rest}"
             self.failure = ValueError(f"{message}: {describe(error)}")
             self.failure.__cause__ = error
         if self.failure is not None and jax.process_count() == 1:
@@ -64,29 +76,49 @@ class Target:
         if failed:
             raise ValueError(f"process 0 could not write {self.folder}; its own error says why")
 
-    def begin(self, size: int) -> None:
-        """Makes the temporary folder. Raises ValueError for a folder that is not empty, or a disk
-        with less than `size` bytes free."""
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Makes the temporary folder. sizes: bytes of the files of tensors. Raises ValueError for a
+        folder that is not empty, or a disk without room for them; for a store, on which one after
+        the other lies, for the largest."""
         if problems := in_the_way(self.folder):
             raise ValueError("\n".join(problems))
+        if not isinstance(self.folder, Path):
+            self.partial = Path(tempfile.mkdtemp(prefix="jaxtrain-"))
+            _require_room(self.folder, self.partial, max(sizes), "set TMPDIR to another disk")
+            return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.folder.parent).free
-        if free < size:
-            raise ValueError(
-                f"{self.folder} needs {size:,} bytes and {free:,} are free there; free "
-                f"{size - free:,} bytes, give another folder, or dtype='bfloat16'"
-            )
+        _require_room(self.folder, self.folder.parent, sum(sizes), "give another folder")
+        self.partial = self.folder.with_name(f".{self.folder.name}.partial-{os.getpid()}")
         self.partial.mkdir()
 
     def save(self, file: str, arrays: Mapping[str, np.ndarray]) -> None:
+        assert self.partial is not None
         path = self.partial / file
         # Without this metadata `transformers` 4 refuses a file.
         save_file(dict(arrays), path, metadata={"format": "pt"})
+        if not isinstance(self.folder, Path):
+            self._sent.append(self.folder / file)
+            send(path, self.folder / file)
+            path.unlink()
+            return
         path.chmod(0o644)  # the library's own is for the owner alone
         sync_path(path)
 
     def commit(self, texts: Mapping[str, str]) -> None:
-        """Writes the small files, and renames the temporary folder."""
+        """Writes the small files, in order, and renames the temporary folder."""
+        assert self.partial is not None
+        if not isinstance(self.folder, Path):
+            if {*names_in(self.folder)} != {path.name for path in self._sent}:
+                self._sent.clear()
+                raise ValueError(
+                    f"{self.folder} is being written by another process too; remove it, and give "
+                    "each a folder of its own"
+                )
+            for name, text in texts.items():
+                self._sent.append(self.folder / name)
+                put(self.folder / name, text.encode("utf-8"))
+            self._sent.clear()
+            return
         for name, text in texts.items():
             write_text(self.partial / name, text)
             sync_path(self.partial / name)
@@ -95,8 +127,21 @@ class Target:
         sync_path(self.folder.parent)
 
 
-def in_the_way(folder: Path) -> list[str]:
-    """Returns why a folder cannot be written: it exists and is not empty."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return []
-    return [f"{folder.absolute()} is there already; remove it or give a new folder"]
+def _require_room(folder: AnyPath, disk: Path, size: int, remedy: str) -> None:
+    free = shutil.disk_usage(disk).free
+    if free < size:
+        raise ValueError(
+            f"{folder} needs {size:,} bytes and {free:,} are free in {disk}; free "
+            f"{size - free:,} bytes, {remedy}, or dtype='bfloat16'"
+        )
+
+
+def in_the_way(folder: AnyPath) -> list[str]:
+    """Returns why a folder cannot be written: it exists and is not empty. Raises OSError for a
+    store that does not answer."""
+    if isinstance(folder, Path):
+        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+        place = folder.absolute()
+    else:
+        is_free, place = not names_in(folder) and size_of(folder) is None, folder
+    return [] if is_free else [f"{place} is there already; remove it or give a new folder"]

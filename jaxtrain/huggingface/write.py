@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxtrain.cluster.agreement import share_failure
-from jaxtrain.files.stores import local_path
+from jaxtrain.files.pointer import StoreFailed, given_place
+from jaxtrain.files.store import AnyPath
 from jaxtrain.huggingface import config as config_file
 from jaxtrain.huggingface.folder import INDEX, SINGLE
 from jaxtrain.huggingface.layout import StoredTensor, leaf_shapes, stored_tensors
@@ -30,7 +30,7 @@ Position = tuple[int, ...]
 
 
 def write_folder(
-    folder: str | Path,
+    folder: str | AnyPath,
     config: DecoderConfig,
     params: Params,
     *,
@@ -49,15 +49,15 @@ def write_folder(
     as max_position_embeddings (models with learned positions or dynamic NTK scaling have their
     own), bos_token_id and eos_token_id; they change no logits. texts: other files to put there, by
     their names.
-    The folder is written completely or not at all. All processes call this, process 0 writes,
-    and every device holds one tensor at a time.
+    folder: or an address in a store. It is written completely or not at all. All processes call
+    this, process 0 writes, and every device holds one tensor at a time.
 
     Raises:
         ValueError: before anything is written: no family has this model, the parameters are not
             its own, or `folder` is there already and not empty. After that, with nothing left
             behind: process 0 could not write, or a weight is beyond float16.
     """
-    folder = local_path("folder", folder)
+    place = given_place("folder", folder)
     family, fields = config_file.family_and_fields(config)
     leaves = leaf_shapes(config)
     tensors = stored_tensors(config, family.tensors, leaves)
@@ -69,21 +69,22 @@ def write_folder(
     if max_seq is not None and config.learned_positions is None:
         fields.setdefault("max_position_embeddings", max_seq)
     files = _files(tensors, jnp.dtype(name).itemsize, shard_bytes)
-    write_tensors(folder, files, params, name, {**(texts or {}), **_texts(files, fields, name)})
+    write_tensors(place, files, params, name, {**(texts or {}), **_texts(files, fields, name)})
 
 
 def write_tensors(
-    folder: Path,
+    folder: AnyPath,
     files: Mapping[str, Sequence[StoredTensor]],
     params: Params,
     dtype: str,
     texts: Mapping[str, str],
 ) -> None:
     """Writes a folder of safetensors files, with the tensors of each, and small files, completely
-    or not at all. Raises ValueError on every process where process 0 could not write."""
-    size = _bytes(files, dtype)
+    or not at all. texts: the last is that without which the folder is none. Raises ValueError on
+    every process where process 0 could not write."""
+    sizes = [_bytes({file: part}, dtype) for file, part in files.items()]
     with Target(folder) as target:
-        target.attempt(partial(target.begin, size))
+        target.attempt(partial(target.begin, sizes))
         target.agree()
         for file, part in files.items():
             _write_file(target, file, part, params, dtype)
@@ -91,7 +92,7 @@ def write_tensors(
         target.agree()
 
 
-def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> None:
+def refuse_unwritable(folder: str | AnyPath, config: DecoderConfig, dtype: Any) -> None:
     """Raises ValueError, on every process and with all that is wrong, for what `write_folder` would
     refuse for any parameters, before they are read."""
 
@@ -102,7 +103,11 @@ def refuse_unwritable(folder: str | Path, config: DecoderConfig, dtype: Any) -> 
         except ValueError as error:
             problems.append(str(error))
         if jax.process_index() == 0:
-            problems += in_the_way(local_path("folder", folder))
+            place = given_place("folder", folder)
+            try:
+                problems += in_the_way(place)
+            except OSError as error:
+                raise StoreFailed(f"{place} cannot be read", error, "give another") from error
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -165,13 +170,14 @@ def _texts(
     files: Mapping[str, list[StoredTensor]], fields: dict[str, Any], dtype: str
 ) -> dict[str, str]:
     """Returns the JSON files that accompany the weights."""
-    objects = {config_file.NAME: fields}
+    objects: dict[str, Any] = {}
     if len(files) > 1:
         weight_map = {tensor.name: file for file, part in files.items() for tensor in part}
         objects[INDEX] = {
             "metadata": {"total_size": _bytes(files, dtype)},
             "weight_map": weight_map,
         }
+    objects[config_file.NAME] = fields
     return {
         name: json.dumps(content, indent=2, sort_keys=True) + "\n"
         for name, content in objects.items()

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtrain.data import TokenizerFile
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
+from jaxtrain.files.pointer import StoreFailed
 from jaxtrain.inspection.opened import kept_vocabulary
 from jaxtrain.session.other_data import HELD_OUT, GivenTokenizer, OneSplit, OwnData
 
@@ -40,10 +41,14 @@ def stored_data(run: Path, trust: Trust) -> Any:
     """Returns the data of a run; with the tokenizer that the run keeps where its file is gone."""
     data = stored_field(run, "data", trust=trust)
     tokenizer = getattr(data, "tokenizer", None)
-    if not isinstance(tokenizer, TokenizerFile) or not tokenizer.absent():
+    try:
+        absent = tokenizer.absent() if isinstance(tokenizer, TokenizerFile) else []
+    except StoreFailed as error:
+        absent = [str(error)]
+    if not absent:
         return data
     warnings.warn(
-        f"{'; '.join(tokenizer.absent())}: texts are encoded by the tokenizer that {run} keeps, "
+        f"{'; '.join(absent)}: texts are encoded by the tokenizer that {run} keeps, "
         "and whether the data has changed since is not known",
         stacklevel=4,
     )

@@ -22,7 +22,7 @@ from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.cluster.run_lock import is_held
 from jaxtrain.experiment import completed
 from jaxtrain.experiment.stored import by_object
-from jaxtrain.files.stored_run import CHECKPOINTS, POINTER
+from jaxtrain.files.pointer import CHECKPOINTS, POINTER
 from jaxtrain.files.stores import local_path
 from jaxtrain.reprs import aligned
 from jaxtrain.session.lineage import recorded_in

@@ -21,9 +21,9 @@ from jaxtrain.checkpoint.storage import (
     whole_manifest,
 )
 from jaxtrain.files.array_file import DamagedFile, open_arrays
+from jaxtrain.files.pointer import CHECKPOINTS, checkpoints_in
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.store import AnyPath, any_path, local_copy, names_in
-from jaxtrain.files.stored_run import CHECKPOINTS, checkpoints_in
 from jaxtrain.state_format.manifest import Foreign
 from jaxtrain.state_format.reader import verify_chunks
 

@@ -38,17 +38,9 @@ from jaxtrain.experiment import (
     resumable,
 )
 from jaxtrain.experiment.stored import refuse_unreadable
+from jaxtrain.files.pointer import POINTER, StoreFailed, checkpoints_in, place_of, shown
 from jaxtrain.files.store import AnyPath, is_local
-from jaxtrain.files.stored_run import (
-    POINTER,
-    RunCopy,
-    StoreFailed,
-    checkpoints_in,
-    directory_here,
-    opened_for_training,
-    place_of,
-    shown,
-)
+from jaxtrain.files.stored_run import RunCopy, directory_here, opened_for_training
 from jaxtrain.files.stores import is_address
 from jaxtrain.notices import notice
 from jaxtrain.scoring.reference import keep_references
@@ -143,7 +135,7 @@ def with_start(config: dict[str, Any], begins: object) -> dict[str, Any]:
     All processes call it."""
     if not config or not isinstance(begins, FromHuggingFace | FromRun):
         return config
-    return {**config, START: from_first(lambda: start_digest(begins))}
+    return {**config, START: from_first(lambda: start_digest(begins, fetch=True))}
 
 
 def refuse_unfit(run: Path, config: dict[str, Any], experiment: Experiment) -> str:
@@ -285,7 +277,8 @@ class RunDirectory:
             self._record()
             self._copy.make()
         except OSError as error:
-            raise StoreFailed(f"{address} cannot be written", error) from error
+            problem = f"{address} cannot be written"
+            raise StoreFailed(problem, error, "give another --run-dir") from error
         notice(f"the run is kept in {address}; {self.path} has its files but the steps")
 
     def taken(self) -> str:

@@ -13,7 +13,7 @@ import jax
 from jaxtrain.checkpoint.storage import CheckpointError
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.experiment import Experiment, config_of, of_another
-from jaxtrain.files.stored_run import checkpoints_in
+from jaxtrain.files.pointer import checkpoints_in
 from jaxtrain.mesh.mesh import MeshSpec
 from jaxtrain.run.watch import LossWatch
 from jaxtrain.session.held_out_sets import OWN

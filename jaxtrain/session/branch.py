@@ -15,7 +15,8 @@ from jaxtrain.checkpoint.storage import DamagedCheckpoint
 from jaxtrain.data import BatchRamp, first_row
 from jaxtrain.experiment import Experiment, FromRun
 from jaxtrain.experiment.stored import UntrustedNames, saved_differences, stored_field
-from jaxtrain.files.stored_run import checkpoints_in, opened_for_reading
+from jaxtrain.files.pointer import checkpoints_in
+from jaxtrain.files.stored_run import opened_run
 from jaxtrain.session.restore import restore_state, state_mismatches
 from jaxtrain.session.skips import Skips, skips_from
 from jaxtrain.state_format.manifest import Manifest
@@ -48,7 +49,7 @@ class Branch:
 
     @cached_property
     def run(self) -> Path:
-        return opened_for_reading("run", self.source)
+        return opened_run("run", self.source)
 
     def record(self, experiment: Experiment) -> dict[str, Any]:
         """Returns the entry of config.json: where the run began, the digest of that state, and

@@ -15,6 +15,7 @@ from jaxtrain.data.synthetic import NO_TEXT
 from jaxtrain.experiment import Experiment, config_of, load_experiment
 from jaxtrain.experiment.stored import unreadable
 from jaxtrain.files.cache import cache_directory
+from jaxtrain.files.pointer import StoreFailed
 from jaxtrain.mesh.axes import Dims
 from jaxtrain.mesh.memory_pool import told_fraction
 from jaxtrain.mesh.mesh import MeshSpec, load_mesh
@@ -297,6 +298,8 @@ def _wrong_sample(experiment: Experiment) -> list[str]:
         return []
     try:
         vocabulary = tokenizer.build(lambda: iter(()), corpus="", cache_dir=Path())
+    except StoreFailed:
+        raise
     except ValueError as error:
         return [f"data: {error}"]
     encode = partial(document_start, vocabulary)

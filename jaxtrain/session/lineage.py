@@ -10,7 +10,7 @@ from jaxtrain.checkpoint.run_config import BRANCH, anew_in, read_config
 from jaxtrain.checkpoint.run_config import NAME as CONFIG
 from jaxtrain.checkpoint.storage import FailedStorage, committed_steps
 from jaxtrain.cluster.agreement import from_first
-from jaxtrain.files.stored_run import checkpoints_in, place_of
+from jaxtrain.files.pointer import checkpoints_in, place_of
 from jaxtrain.session.branch import Branch
 from jaxtrain.weights.run_step import FORM, run_and_step
 from jaxtrain.weights.start import manifest_of

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 
 from jaxtrain.experiment import Experiment, FromHuggingFace, FromRun
+from jaxtrain.files.opened import open_folder
 from jaxtrain.losses.cross_entropy import chunk_count
 from jaxtrain.models.buffers import without_buffers
 from jaxtrain.moe.grouped import takes_8_bits
@@ -61,14 +60,17 @@ def _positions(experiment: Experiment) -> list[str]:
     if not isinstance(start, FromHuggingFace | FromRun) or seq is None:
         return []
     try:
-        path = run_of(start) if isinstance(start, FromRun) else Path(start.folder)
+        if isinstance(start, FromRun):
+            place, path = start.run_dir, run_of(start)
+        else:
+            place, path = start.folder, open_folder("folder", start.folder).here
         declared = declared_positions(path)
     except (OSError, ValueError):  # what else reads it says so
         return []
     if declared is None or seq <= declared:
         return []
     return [
-        f"data.seq={seq} is longer than the max_position_embeddings={declared} of {path}: its "
+        f"data.seq={seq} is longer than the max_position_embeddings={declared} of {place}: its "
         f"weights have seen no later position; use seq={declared} or less"
     ]
 

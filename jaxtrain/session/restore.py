@@ -14,7 +14,7 @@ from jaxtrain.checkpoint.committed import CommittedSteps
 from jaxtrain.checkpoint.manager import CheckpointManager
 from jaxtrain.checkpoint.tiers import Checkpoints
 from jaxtrain.compression.residuals import no_residuals, redistribute, stored_splits
-from jaxtrain.files.stored_run import checkpoints_in
+from jaxtrain.files.pointer import checkpoints_in
 from jaxtrain.mesh.sharding import named_sharding
 from jaxtrain.state_format.leaves import named_leaves
 from jaxtrain.state_format.manifest import Manifest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from jaxtrain.tokenizers.chat import Conversation
@@ -42,13 +43,14 @@ class Document(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `stop` of a file."""
+    """Bytes `start` to `stop` of a file. path: or its address in a store. version: the time of its
+    last change in ns; of one in a store a text that is another one once it is written again."""
 
     path: str
     name: str
     start: int
     stop: int
-    modified_ns: int
+    version: int | str
 
 
 class Source(Protocol):
@@ -66,7 +68,7 @@ def documents(source: Source, split: str) -> Iterator[Document]:
 
 
 def fingerprint(source: Source, split: str) -> str:
-    """Names the corpus without reading it: fields, and each file's name, size and time of change.
+    """Names the corpus without reading it: fields, and each file's name, size and version.
 
     Like make and rsync it takes a file of the same size and time to be the same file.
     """
@@ -77,6 +79,20 @@ def fingerprint(source: Source, split: str) -> str:
 def holds_none_out(source: Source) -> bool:
     """True if no document of a source is held out."""
     return getattr(source, "held_out", None) == 0 and not getattr(source, "held_out_patterns", ())
+
+
+def no_text(split: str, source: Source) -> str:
+    """Returns the message for a split without a document."""
+    if holds_none_out(source) and split == "held_out":
+        return f"held_out=0 of {source} holds no document out: use evaluation=None, or held_out=0.1"
+    other = islice(documents(source, "train"), 2) if split == "held_out" else ()
+    if (count := len(list(other))) == 1:
+        return (
+            "the corpus is one document, which is trained on, and none is held out: cut it into "
+            'documents (TextFiles(..., separator="\\n\\n")), or use evaluation=None and held_out=0'
+        )
+    few = "" if not count else "; documents are held out by a hash of each, and these are few"
+    return f"split {split!r} of {source} has no text{few}: add documents, or change held_out"
 
 
 def is_held_out(key: str, fraction: float) -> bool:

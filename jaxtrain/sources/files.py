@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, ClassVar, cast
 
-from jaxtrain.files.stores import store_violations
+from jaxtrain.files.fetched import (
+    StoredFile,
+    fetched,
+    opened_in_place,
+    stored_below,
+    stored_matches,
+)
+from jaxtrain.files.pointer import given_address, unreadable
+from jaxtrain.files.stores import address_violations, is_address
 from jaxtrain.sources.document import (
     Document,
     Piece,
@@ -33,7 +41,7 @@ def check_paths(name: str, paths: str | tuple[str, ...]) -> list[str]:
         for path in as_tuple(paths)
         if not isinstance(path, str) or not path
     ]
-    return violations or store_violations(name, paths)
+    return violations or [v for path in as_tuple(paths) for v in address_violations(name, path)]
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class FileSource:
     stay on one side. With them, those files are the held-out split and all others are trained on.
 
     A file may be compressed, as .gz, .zst or .bz2. A folder stands for the files in it, and in its
-    folders, that have the suffixes of such a source; hidden ones are left out.
+    folders, that have the suffixes of such a source; hidden ones are left out. All of them may be
+    addresses in stores, which are read in place.
 
     patterns: the files. held_out: the fraction that is held out, in [0, 1). held_out_patterns:
     the files that are, in its stead.
@@ -67,13 +76,13 @@ class FileSource:
     def pieces(self, split: str) -> tuple[Piece, ...]:
         check_split(split)
         patterns, apart = as_tuple(self.patterns), as_tuple(self.held_out_patterns)
-        paths = split_files(patterns, apart, split, self.suffixes)
-        if not paths:
+        files = split_files(patterns, apart, split, self.suffixes)
+        if not files:
             raise ValueError(
                 f"every file of patterns={self.patterns!r} is held out by "
                 f"held_out_patterns={self.held_out_patterns!r}; narrow the second"
             )
-        return tuple(part for path in paths for part in self.split_file(piece_of(path, name=path)))
+        return tuple(part for file in files for part in self.split_file(file))
 
     def split_file(self, piece: Piece) -> Iterator[Piece]:
         """The pieces of one file; a source that reads ranges overrides it."""
@@ -92,29 +101,58 @@ def is_compressed(path: str) -> bool:
 
 
 @contextmanager
-def open_bytes(path: str) -> Iterator[BinaryIO]:
-    """Opens a file to be read, decompressed. Raises ValueError where it cannot be read, also
-    later."""
+def open_bytes(piece: Piece, *, buffer: int | None = None) -> Iterator[BinaryIO]:
+    """Opens the file of a piece to be read, decompressed. buffer: as of `opened_in_place`. Raises
+    ValueError where it cannot be read, also later; StoreFailed for one in a store."""
     try:
-        with _opened(path) as file:
+        with _opened(piece, buffer) as file:
             yield file
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+        if is_address(piece.path) and not is_damage(error):
+            raise unreadable(piece.path, error) from error
+        raise ValueError(f"{piece.path} cannot be read: {error.strerror or error}") from error
 
 
-def _opened(path: str) -> BinaryIO:
-    if not is_compressed(path):
-        return open(path, "rb")
+def is_damage(error: OSError) -> bool:
+    """True for an error of pyarrow, by which bytes are not of their format."""
+    return type(error) is OSError and error.errno is None
+
+
+@contextmanager
+def _opened(piece: Piece, buffer: int | None) -> Iterator[BinaryIO]:
+    path = piece.path
+    if is_address(path):
+        address, version = given_address("path", path), str(piece.version)
+        with opened_in_place(address, version, buffer=buffer) as stored:
+            yield _decompressed(stored, path) if is_compressed(path) else stored
+        return
+    with _decompressed(path, path) if is_compressed(path) else open(path, "rb") as file:
+        yield file
+
+
+def _decompressed(source: str | BinaryIO, path: str) -> BinaryIO:
     import pyarrow as pa
 
-    stream = pa.input_stream(path, compression=COMPRESSED[Path(path).suffix])
+    stream = pa.input_stream(source, compression=COMPRESSED[Path(path).suffix])
     return cast(BinaryIO, io.BufferedReader(stream))
 
 
-def read_bytes(path: str) -> bytes:
+def local_file(piece: Piece) -> Path:
+    """Returns the path of a piece that is a whole file; one in a store is fetched into the cache,
+    unless it was. Raises StoreFailed."""
+    if not is_address(piece.path):
+        return Path(piece.path)
+    address = given_address("path", piece.path)
+    try:
+        return fetched(StoredFile(address, piece.stop, str(piece.version)))
+    except OSError as error:
+        raise unreadable(piece.path, error) from error
+
+
+def read_bytes(piece: Piece) -> bytes:
     """Returns a file's bytes, decompressed, without a byte order mark. Raises ValueError as
     `open_bytes`."""
-    with open_bytes(path) as file:
+    with open_bytes(piece) as file:
         return file.read().removeprefix(BOM)
 
 
@@ -126,24 +164,49 @@ def undecodable(path: str, error: UnicodeDecodeError, *, offset: int) -> str:
     )
 
 
-def matching_files(patterns: tuple[str, ...], suffixes: tuple[str, ...] = ()) -> list[str]:
-    """Returns the files that match a pattern, sorted. A pattern that is a folder matches the files
-    below it, only those with one of `suffixes` if any are given. Raises ValueError with every
-    pattern that matches no file."""
-    matches = {pattern: _matching(os.path.expanduser(pattern), suffixes) for pattern in patterns}
+def matching_files(
+    patterns: tuple[str, ...], suffixes: tuple[str, ...] = ()
+) -> dict[str, list[Piece]]:
+    """Returns the files that match each pattern, each as one piece. A pattern that is a folder
+    matches the files below it, only those with one of `suffixes` if any are given. Raises
+    ValueError with every pattern that matches no file; StoreFailed."""
+    matches = {pattern: _matching(pattern, suffixes) for pattern in patterns}
     if empty := [pattern for pattern, files in matches.items() if not files]:
         raise ValueError(
             f"no file matches {', '.join(map(repr, empty))} (from {os.getcwd()}); "
             "check the path, or run from the directory it is relative to"
         )
-    return sorted({name for files in matches.values() for name in files})
+    return matches
 
 
-def _matching(pattern: str, suffixes: tuple[str, ...]) -> list[str]:
+def _matching(pattern: str, suffixes: tuple[str, ...]) -> list[Piece]:
+    if is_address(pattern):
+        return _stored(pattern, suffixes)
+    pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
         inside = glob.glob(os.path.join(glob.escape(pattern), "**", "*"), recursive=True)
-        return [n for n in inside if os.path.isfile(n) and (not suffixes or kind(n) in suffixes)]
-    return [name for name in glob.glob(pattern, recursive=True) if os.path.isfile(name)]
+        names = [name for name in inside if not suffixes or kind(name) in suffixes]
+    else:
+        names = glob.glob(pattern, recursive=True)
+    return [piece_of(name, name=name) for name in names if os.path.isfile(name)]
+
+
+def _stored(pattern: str, suffixes: tuple[str, ...]) -> list[Piece]:
+    address = given_address("path", pattern)
+    is_glob = glob.has_magic(pattern)
+    try:
+        files = stored_matches(address) if is_glob else stored_below(address)
+        if is_glob and not files:  # a name may have brackets
+            files, is_glob = stored_below(address), False
+    except OSError as error:
+        raise unreadable(pattern, error) from error
+    names = {os.fspath(file.address): file for file in files}
+    is_whole = is_glob or [*names] == [os.fspath(address)]
+    return [
+        Piece(name, name, 0, file.size, file.version)
+        for name, file in names.items()
+        if is_whole or not suffixes or kind(name) in suffixes
+    ]
 
 
 def kind(path: str) -> str:
@@ -154,14 +217,14 @@ def kind(path: str) -> str:
 
 def split_files(
     patterns: tuple[str, ...], apart: tuple[str, ...], split: str, suffixes: tuple[str, ...] = ()
-) -> list[str]:
+) -> list[Piece]:
     """Sorted files of a split: `apart` are held out, where there are any. ValueError as
     `matching_files` raises it, for all patterns at once."""
-    everything = matching_files((*patterns, *apart), suffixes)
-    held_out = matching_files(apart, suffixes)
-    if split == "held_out" and held_out:
-        return held_out
-    return sorted(set(everything) - set(held_out))
+    matches = matching_files((*patterns, *apart), suffixes)
+    files = {piece.path: piece for pieces in matches.values() for piece in pieces}
+    held_out = {piece.path for pattern in apart for piece in matches[pattern]}
+    names = held_out if split == "held_out" and held_out else files.keys() - held_out
+    return [files[name] for name in sorted(names)]
 
 
 def as_tuple(patterns: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -8,15 +8,25 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxtrain.files.stores import is_address
 from jaxtrain.sources.document import Document, Piece
-from jaxtrain.sources.files import BOM, FileSource, is_compressed, open_bytes, undecodable
+from jaxtrain.sources.files import (
+    BOM,
+    FileSource,
+    is_compressed,
+    is_damage,
+    open_bytes,
+    undecodable,
+)
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +35,8 @@ PlaceOf = Callable[[], str]
 
 RANGE_BYTES = 16 << 20
 """Files of lines are read in ranges of this size, so that one long file is read in parallel."""
+LOOK_BYTES = 1 << 20
+"""Of a file in which lines are counted, read at once."""
 LONGEST_FIELD = 1 << 30
 """Characters in a field of CSV."""
 ON_BAD = ("refuse", "skip")
@@ -60,10 +72,10 @@ class RecordFiles(FileSource, ABC):
             try:
                 document = self.document(record)
             except ValueError as error:
-                message = f"{place()}: {error}"
                 if self.on_bad == "refuse":
-                    raise ValueError(message) from error
-                bad, first = bad + 1, first or message
+                    raise ValueError(f"{place()}: {error}") from error
+                # A place is looked for in the file, from its beginning.
+                bad, first = bad + 1, first or f"{place()}: {error}"
                 continue
             if self.belongs(document, split):
                 yield document._replace(place=place)
@@ -122,7 +134,7 @@ def lines_of(piece: Piece) -> Iterator[tuple[PlaceOf, bytes]]:
     for offset, line in _lines_that_start_in(piece):
         line = line.removeprefix(BOM) if offset == 0 else line
         if line.strip():
-            yield partial(_line_name, piece.path, offset), line
+            yield partial(_line_name, piece, offset), line
 
 
 def json_object(line: bytes) -> dict[str, Any]:
@@ -169,7 +181,7 @@ def _text_at(record: dict[str, Any], name: str) -> str:
 
 def _lines_that_start_in(piece: Piece) -> Iterator[tuple[int, bytes]]:
     """(byte offset, line) of the lines that start in the range: each line is in one range."""
-    with open_bytes(piece.path) as file:
+    with open_bytes(piece) as file:
         if is_compressed(piece.path):
             yield from _lines_from(file, 0, None)
             return
@@ -190,10 +202,13 @@ def _lines_from(file: Any, offset: int, stop: int | None) -> Iterator[tuple[int,
         offset += len(line)
 
 
-def _line_name(path: str, offset: int) -> str:
-    with open_bytes(path) as file:
-        number = 1 + file.read(offset).count(b"\n")
-    return f"{path}:{number}"
+def _line_name(piece: Piece, offset: int) -> str:
+    number = 1
+    with open_bytes(piece) as file:
+        while block := file.read(min(offset, LOOK_BYTES)):
+            number += block.count(b"\n")
+            offset -= len(block)
+    return f"{piece.path}:{number}"
 
 
 @dataclass(frozen=True)
@@ -206,7 +221,7 @@ class Csv(TextRecords):
 
     def records(self, piece: Piece) -> Iterator[tuple[PlaceOf, dict[str, Any]]]:
         csv.field_size_limit(LONGEST_FIELD)
-        with open_bytes(piece.path) as file:
+        with open_bytes(piece) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             rows = csv.DictReader(text, strict=True)
             try:
@@ -242,14 +257,7 @@ def parquet_records(
 ) -> Iterator[tuple[PlaceOf, dict[str, Any]]]:
     """The rows of a Parquet file, each with its place. unsuitable: says what is wrong with a column
     of a type, None for nothing. Raises ValueError for files and columns that cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(piece.path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{piece.path} cannot be read as Parquet: {error}") from error
-    with file:
+    with _parquet(piece) as file:
         schema = file.schema_arrow
         types = {name: _type_at(schema, name) for name in columns}
         problems = [
@@ -265,6 +273,23 @@ def parquet_records(
             for record in batch.to_pylist():
                 yield partial(_row_name, piece.path, row), record
                 row += 1
+
+
+@contextmanager
+def _parquet(piece: Piece) -> Iterator[pyarrow.parquet.ParquetFile]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    stored = is_address(piece.path)  # a column is asked for alone
+    with open_bytes(piece, buffer=0) if stored else nullcontext(piece.path) as source:
+        try:
+            file = pq.ParquetFile(source)
+        except (pa.ArrowInvalid, OSError) as error:
+            if stored and isinstance(error, OSError) and not is_damage(error):
+                raise
+            raise ValueError(f"{piece.path} cannot be read as Parquet: {error}") from error
+        with file:
+            yield file
 
 
 def _type_at(schema: pyarrow.Schema, name: str) -> pyarrow.DataType | None:

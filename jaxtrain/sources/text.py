@@ -23,7 +23,7 @@ class TextFiles(FileSource):
     separator: str = field(default="", kw_only=True)
 
     def read(self, piece: Piece, split: str) -> Iterator[Document]:
-        data = read_bytes(piece.path)
+        data = read_bytes(piece)
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxtrain.files.opened import open_folder
+from jaxtrain.files.pointer import StoreFailed
 from jaxtrain.files.regular import read_text
-from jaxtrain.files.stores import store_violations
+from jaxtrain.files.stores import address_violations, is_address, store_violations
 from jaxtrain.tokenizers.chat import folder_eos, folder_template
 from jaxtrain.tokenizers.protocol import EOS
 from jaxtrain.tokenizers.published import HuggingFaceVocabulary
@@ -19,8 +21,9 @@ from jaxtrain.violations import flag
 class TokenizerFile:
     """A tokenizer.json of Hugging Face `tokenizers`.
 
-    path: of the file, or of the folder that has it. eos: the token that ends a document; None takes
-    the one that tokenizer_config.json beside the file declares, else `<|endoftext|>`.
+    path: of the file, or of the folder that has it; or the address of either in a store. eos: the
+    token that ends a document; None takes the one that tokenizer_config.json beside the file
+    declares, else `<|endoftext|>`.
     chat_template: a file with the template by which conversations become text; None takes the one
     beside the tokenizer, chat_template.jinja or that in tokenizer_config.json, if there is one.
     add_bos: bos begins each document; None does as the tokenizer's own post-processor. add_eos: eos
@@ -34,7 +37,8 @@ class TokenizerFile:
     add_eos: bool = True
 
     def __post_init__(self) -> None:
-        problems = store_violations("path", self.path)
+        problems = address_violations("path", self.path)
+        problems += store_violations("chat_template", self.chat_template)
         for name in ("path", "eos", "chat_template"):
             value = getattr(self, name)
             absent = value is None and name != "path"
@@ -46,13 +50,20 @@ class TokenizerFile:
             raise ValueError("TokenizerFile: " + "; ".join(problems))
 
     def absent(self) -> list[str]:
-        """Returns a message for each file that does not exist; nothing is read."""
-        named = (("tokenizer", str(self._file)), ("chat template", self.chat_template))
-        return [
-            f"there is no {kind} {path} (from {Path.cwd()})"
-            for kind, path in named
-            if path is not None and not Path(path).is_file()
-        ]
+        """Returns a message for each file that does not exist. Files on the disk are not read.
+        Raises StoreFailed."""
+        problems, here = [], f" (from {Path.cwd()})"
+        try:
+            if not (path := self._file).is_file():
+                place = self.path if is_address(self.path) else f"{path}{here}"
+                problems.append(f"there is no tokenizer {place}")
+        except StoreFailed:
+            raise
+        except ValueError as error:  # nothing is at the address
+            problems.append(str(error))
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            problems.append(f"there is no chat template {self.chat_template}{here}")
+        return problems
 
     def build(
         self, texts: Callable[[], Iterator[str]], *, corpus: str, cache_dir: Path
@@ -63,20 +74,27 @@ class TokenizerFile:
             eos = self.eos or folder_eos(path.parent) or EOS
             chat = folder_template(path.parent, None if template is None else Path(template))
             plain = HuggingFaceVocabulary(content, eos=eos, chat=chat)
-            bos = self._bos(plain)
+            bos = self._bos(plain, path.parent)
             if bos is None and self.add_eos:
                 return plain
             return HuggingFaceVocabulary(content, eos=eos, chat=chat, bos=bos, add_eos=self.add_eos)
+        except StoreFailed:
+            raise
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be used as a tokenizer: {error}") from error
+            place = self.path if is_address(self.path) else path
+            raise ValueError(f"{place} cannot be used as a tokenizer: {error}") from error
 
     @property
     def _file(self) -> Path:
+        if is_address(self.path):
+            folder, _, file = self.path.rstrip("/").rpartition("/")
+            if not file.endswith(".json"):
+                folder, file = self.path, TOKENIZER
+            return open_folder("path", folder, (file,)).here / file
         path = Path(self.path)
         return path / TOKENIZER if path.is_dir() else path
 
-    def _bos(self, vocabulary: HuggingFaceVocabulary) -> int | None:
-        folder = self._file.parent
+    def _bos(self, vocabulary: HuggingFaceVocabulary, folder: Path) -> int | None:
         if self.add_bos is None:
             return vocabulary.begins_with()
         if not self.add_bos:

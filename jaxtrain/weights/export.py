@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from jaxtrain.checkpoint.run_config import stored_experiment
 from jaxtrain.experiment.fine_tuning import FineTuning, FromHuggingFace
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
-from jaxtrain.files.stores import local_path
+from jaxtrain.files.pointer import given_place
+from jaxtrain.files.store import AnyPath, address_of
+from jaxtrain.files.stores import is_address
 from jaxtrain.huggingface import require_decoder, write_folder
 from jaxtrain.huggingface.peft_write import refuse_unwritable_adapters, write_adapters
 from jaxtrain.huggingface.write import refuse_unwritable
@@ -37,8 +40,9 @@ def export(
     mesh: MeshSpec | None = None,
     trust: Trust = (),
     adapters: bool = False,
-) -> Path:
-    """Writes the model of RUN or RUN@STEP as the folder `out`, with the tokenizer of its data.
+) -> AnyPath:
+    """Writes the model of RUN or RUN@STEP as the folder `out`, with the tokenizer of its data;
+    returns `out`, which may be an address in a store.
     Where the run does not keep a tokenizer, a warning says so and the folder is written without
     one.
 
@@ -52,18 +56,18 @@ def export(
     call this. Before a weight is read, raises ValueError where there is no such run or step, no
     family has its model, or `out` exists; and DamagedCheckpoint.
     """
-    (run, step), out = run_and_step(run, step), local_path("out", out)
+    (run, step), place = run_and_step(run, step), given_place("out", out)
     refuse_absent(run)
     if not is_run(run):
         raise ValueError(f"{run} has no checkpoints; give a run directory")
     model = load(run, step=step, averaged=averaged, mesh=mesh, trust=trust)
     config = require_decoder(model.config, str(run))
-    refuse_unwritable(out, config, model.precision.params if dtype is None else dtype)
+    refuse_unwritable(place, config, model.precision.params if dtype is None else dtype)
     if adapters:
         unmerged, alpha, base = _adapters_alone(run, model, trust)
         refuse_unwritable_adapters(config, unmerged.targets)
-        write_adapters(out, config, unmerged.read(), alpha=alpha, dtype=dtype, base=base)
-        return out
+        write_adapters(place, config, unmerged.read(), alpha=alpha, dtype=dtype, base=base)
+        return place
     tokenizer, texts, lacking = model.tokenizer, {}, model.lacking
     if tokenizer is not None:
         texts = tokenizer_files(tokenizer.vocabulary, run)
@@ -73,7 +77,7 @@ def export(
         warnings.warn(f"{out} is written without a tokenizer: {lacking}", stacklevel=2)
     ids = json.loads(texts[GENERATION]) if texts else {}
     write_folder(
-        out,
+        place,
         config,
         model.params,
         dtype=dtype,
@@ -82,7 +86,7 @@ def export(
         eos=ids.get("eos_token_id", None if tokenizer is None else tokenizer.vocabulary.eos),
         texts=texts,
     )
-    return out
+    return place
 
 
 def _adapters_alone(run: Path, model: Loaded, trust: Trust) -> tuple[LoadedAdapters, float, str]:
@@ -94,8 +98,11 @@ def _adapters_alone(run: Path, model: Loaded, trust: Trust) -> tuple[LoadedAdapt
     if more := _beside_adapters(tuning, model):
         merged = "export the weights with adapters merged"
         raise ValueError(f"{run}: its adapters alone are another model, {more}; {merged}")
-    folder = Path(tuning.start.folder)
-    base = str(folder.resolve() if folder.is_dir() else folder)
+    folder = tuning.start.folder
+    if is_address(folder):
+        base = address_of("folder", os.fspath(folder))
+    else:
+        base = str(Path(folder).resolve() if Path(folder).is_dir() else folder)
     return model.adapters, tuning.lora.alpha, base
 
 

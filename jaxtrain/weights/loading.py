@@ -15,8 +15,10 @@ from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import ForeignField, own_attention, stored_field
+from jaxtrain.files.opened import open_folder
+from jaxtrain.files.pointer import CHECKPOINTS, checkpoints_in
 from jaxtrain.files.regular import refuse_links
-from jaxtrain.files.stored_run import CHECKPOINTS, checkpoints_in
+from jaxtrain.files.stores import is_address
 from jaxtrain.huggingface import read_config, read_params
 from jaxtrain.mesh.mesh import MeshSpec, make_mesh, mesh_from_axes
 from jaxtrain.mesh.sharding import fsdp, named_sharding, place, tensor
@@ -41,8 +43,7 @@ from jaxtrain.weights.tokenizer_files import (
     KeptTokenizer,
     folder_tokenizer,
     json_object,
-    record_positions,
-    record_tokenizer,
+    record_beginning,
     run_tokenizer,
 )
 
@@ -107,20 +108,20 @@ def load(
     other code is imported. Raises ValueError where `path` is neither of them, and
     DamagedCheckpoint.
     """
-    path, step = run_and_step(path, step)
+    named, (path, step) = path, run_and_step(path, step)
     refuse_absent(path)
     spec = mesh_from_axes(data=1) if mesh is None else mesh
     if is_run(path):
         return _of_run(path, step, averaged, spec, trust)
     if step is not None or averaged:
         raise ValueError(
-            f"{path} is no run directory; a folder of weights has no steps or averages"
+            f"{named} is no run directory; a folder of weights has no steps or averages"
         )
-    config = read_config(path)
+    folder = open_folder("path", named if is_address(named) else path)
+    config = read_config(folder)
     template = _template(abstract_model(config), spec)
-    return Loaded(
-        config, fp32, folder_tokenizer(path), partial(read_params, path, config, template)
-    )
+    tokenizer = folder_tokenizer(folder.here, folder.place)
+    return Loaded(config, fp32, tokenizer, partial(read_params, folder, config, template))
 
 
 def _of_run(
@@ -247,6 +248,6 @@ def _places(arrays: dict[str, jax.Array]) -> dict[str, Any]:
 def record_run(run: Path, config: dict[str, Any], dataset: Any) -> None:
     """Writes into a run's directory its config.json, its tokenizer, and what is known of its
     positions. Raises ValueError as `write_config` does."""
+    is_new = not (run / NAME).is_file()
     write_config(run, config)
-    record_positions(run)
-    record_tokenizer(run, dataset)
+    record_beginning(run, dataset, is_new=is_new)

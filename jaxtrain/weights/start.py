@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +28,11 @@ from jaxtrain.experiment.stored import (
     stored_field,
 )
 from jaxtrain.experiment.tuning import match_patterns
+from jaxtrain.files.opened import OpenedFolder, open_folder
+from jaxtrain.files.pointer import checkpoints_in
 from jaxtrain.files.regular import refuse_links
 from jaxtrain.files.store import AnyPath
-from jaxtrain.files.stored_run import checkpoints_in, opened_for_reading
+from jaxtrain.files.stored_run import opened_run
 from jaxtrain.huggingface import read_params, refuse_unfit, require_decoder
 from jaxtrain.huggingface.peft import ranks_of, read_adapters, refuse_unfit_adapters
 from jaxtrain.models.adapters import INTO, is_adapter
@@ -58,6 +60,32 @@ class StoredStep(NamedTuple):
     names: dict[str, str]
 
 
+@dataclass(frozen=True)
+class OpenedStart(FromHuggingFace):
+    """A start whose folders are read as they were when they were first opened."""
+
+    @cached_property
+    def weights(self) -> OpenedFolder:
+        return open_folder("folder", self.folder)
+
+    @cached_property
+    def adapter_weights(self) -> OpenedFolder | None:
+        return None if self.adapters is None else open_folder("adapters", self.adapters)
+
+    @property
+    def version(self) -> str:
+        """As of `OpenedFolder`, of both."""
+        folders = filter(None, (self.weights, self.adapter_weights))
+        return " ".join(folder.version for folder in folders)
+
+
+def opened_start(start: FromHuggingFace) -> OpenedStart:
+    """Returns the start itself if its folders are open."""
+    if isinstance(start, OpenedStart):
+        return start
+    return OpenedStart(start.folder, start.adapters)
+
+
 def settled_start(assembly: Assembly, step: int | None = None) -> Start | None:
     """Returns the source of the initial parameters, with the newest step of a run by its number,
     the same on every process; None for a run that initializes all of them. Reads no weight. step:
@@ -68,7 +96,13 @@ def settled_start(assembly: Assembly, step: int | None = None) -> Start | None:
     """
     start = assembly.experiment.start
     if isinstance(start, FromHuggingFace):
+        start = opened_start(start)
         share_failure(partial(_refuse_unfit_folder, start, assembly))
+        if len({*all_gather_text(start.version)}) > 1:
+            raise ValueError(
+                f"{start.folder} has been written while the processes looked at it; start them "
+                "again once it is whole"
+            )
     elif isinstance(start, FromRun):
         number = start.step if step is None else step
         step, _ = share_failure(lambda: manifest_of(run_of(start), number))
@@ -77,13 +111,13 @@ def settled_start(assembly: Assembly, step: int | None = None) -> Start | None:
     return start
 
 
-def _refuse_unfit_folder(start: FromHuggingFace, assembly: Assembly) -> None:
+def _refuse_unfit_folder(start: OpenedStart, assembly: Assembly) -> None:
     e = assembly.experiment
     model = require_decoder(e.model, FOLDER)
-    refuse_unfit(start.folder, model)
-    if start.adapters is not None:
+    refuse_unfit(start.weights, model)
+    if start.adapter_weights is not None:
         shapes = {k: tuple(leaf.shape) for k, leaf in natural_shapes(assembly).params.items()}
-        refuse_unfit_adapters(start.adapters, model, e.lora, {*ranks_of(shapes)})
+        refuse_unfit_adapters(start.adapter_weights, model, e.lora, {*ranks_of(shapes)})
 
 
 def _refuse_unfit_run(start: FromRun, assembly: Assembly) -> None:
@@ -190,10 +224,11 @@ def starting_params(at_rest: AtRest, start: Start | None) -> dict[str, jax.Array
         }
         base = {k: v for k, v in stored_leaves.items() if not is_adapter(k)}
         model = require_decoder(e.model, FOLDER)
-        params = share_failure(partial(read_params, start.folder, model, base, slots))
-        if start.adapters is not None:
+        opened = opened_start(start)
+        params = share_failure(partial(read_params, opened.weights, model, base, slots))
+        if opened.adapter_weights is not None:
             leaves = {k: v for k, v in stored_leaves.items() if is_adapter(k)}
-            read = partial(read_adapters, start.adapters, model, leaves, slots)
+            read = partial(read_adapters, opened.adapter_weights, model, leaves, slots)
             params |= share_failure(read)
         return params
     shapes, ignored = _loaded_shapes(at_rest.assembly), own_leaves(e.model)
@@ -262,7 +297,7 @@ def stored_params(
 def run_of(start: FromRun) -> Path:
     """Returns the run's directory; for an address, a copy in the cache. Raises ValueError where
     there is none."""
-    return opened_for_reading("run_dir", start.run_dir)
+    return opened_run("run_dir", start.run_dir)
 
 
 def manifest_of(run_dir: Path, step: int | None) -> tuple[int, Manifest]:

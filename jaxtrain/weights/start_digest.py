@@ -13,11 +13,10 @@ from typing import Any
 
 from jaxtrain.checkpoint.storage import committed_steps
 from jaxtrain.experiment import FromRun, Start
-from jaxtrain.files.stored_run import checkpoints_in
-from jaxtrain.files.stores import local_path
+from jaxtrain.files.pointer import StoreFailed, checkpoints_in
 from jaxtrain.huggingface.folder import Folder
 from jaxtrain.huggingface.peft import WEIGHTS
-from jaxtrain.weights.start import manifest_of, run_of
+from jaxtrain.weights.start import manifest_of, opened_start, run_of
 
 ENTRY = "start"
 """The entry of a run's config.json with the digest of the weights that it began with."""
@@ -27,17 +26,21 @@ START_PATHS = tuple(
 """Fields that name a place, where the same weights may be under another name."""
 
 
-def start_digest(start: Start) -> str:
+def start_digest(start: Start, *, fetch: bool = False) -> str:
     """Returns a digest of weights: of a run's step those of its chunks, of a folder one of the
-    names, shapes, dtypes and three rows of its tensors. Raises ValueError where there are none,
-    DamagedCheckpoint where files of the step are missing or cut."""
+    names, shapes, dtypes and three rows of its tensors. fetch: as of `Folder.digest`.
+
+    Raises ValueError where there are none, DamagedCheckpoint where files of the step are missing or
+    cut.
+    """
     if isinstance(start, FromRun):
         return manifest_of(run_of(start), start.step)[1].digest
-    with Folder(local_path("folder", start.folder)) as files:
-        digest = files.digest()
-    if start.adapters is not None:
-        with Folder(local_path("adapters", start.adapters), WEIGHTS, index=None) as files:
-            digest = sha256((digest + files.digest()).encode()).hexdigest()
+    opened = opened_start(start)
+    with Folder(opened.weights) as files:
+        digest = files.digest(fetch=fetch)
+    if opened.adapter_weights is not None:
+        with Folder(opened.adapter_weights, WEIGHTS, index=None) as files:
+            digest = sha256((digest + files.digest(fetch=fetch)).encode()).hexdigest()
     return digest
 
 
@@ -52,6 +55,8 @@ def start_problem(config: Mapping[str, Any], start: Start | None) -> str:
         try:
             if start_digest(one) == recorded:
                 return ""
+        except StoreFailed:
+            raise
         except (ValueError, OSError) as error:
             problems.append(f"its weights cannot be read: {error}")
     return problems[0] if problems else "its weights are not those that the run began with"

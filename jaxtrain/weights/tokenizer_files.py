@@ -17,8 +17,11 @@ from jaxtrain.data import ByteTokenizer
 from jaxtrain.experiment import FromHuggingFace, FromRun
 from jaxtrain.experiment.reading import Trust
 from jaxtrain.experiment.stored import stored_field
+from jaxtrain.files.opened import open_folder
 from jaxtrain.files.regular import write_text
-from jaxtrain.files.stored_run import opened_for_reading
+from jaxtrain.files.store import AnyPath
+from jaxtrain.files.stored_run import opened_run
+from jaxtrain.notices import notice
 from jaxtrain.tokenizers import EOS, LARGEST_ID, HuggingFaceVocabulary, Vocabulary, open_tokenizer
 from jaxtrain.tokenizers.chat import ChatEncoder, folder_template
 from jaxtrain.tokenizers.settings import (
@@ -57,25 +60,25 @@ def vocabulary_of(dataset: Any) -> Any:
     return getattr(parts[0], "vocabulary", None)
 
 
-def record_tokenizer(run: Path, dataset: Any) -> None:
-    """Stores the tokenizer of a run's data in its directory, since its source may no longer exist
-    when the run is used; with the settings that the folder or run it began with has for the same
-    tokenizer. A resumed run keeps its files."""
-    files = tokenizer_files(vocabulary_of(dataset), _beginning_of(run))
-    is_recorded = (run / SETTINGS).is_file() and text_of(run / TOKENIZER) == files.get(TOKENIZER)
-    if not is_recorded:
-        for name, text in files.items():
-            write_text(run / name, text)
-
-
-def record_positions(run: Path) -> None:
-    """Stores in a run's directory the largest number of positions that the folder or run it began
-    with declares. A resumed run keeps its file."""
-    start = _beginning_of(run)
+def record_beginning(run: Path, dataset: Any, *, is_new: bool) -> None:
+    """Stores in a run's directory what it needs of its data and of the folder or run that it began
+    with, since they may no longer exist when the run is used: the tokenizer, with the settings that
+    the folder has for the same one, and the largest number of positions that it declares. A resumed
+    run keeps its files. is_new: raise StoreFailed where the folder's store does not answer."""
+    vocabulary = vocabulary_of(dataset)
+    content = tokenizer_text(vocabulary)
+    has_tokenizer = (run / SETTINGS).is_file() and text_of(run / TOKENIZER) == content
+    is_lacking = content is not None and not has_tokenizer
+    if (run / POSITIONS).is_file() and not is_lacking:
+        return
+    start = _beginning_of(run, is_new=is_new)
     if start is not None and not (run / POSITIONS).is_file():
         with suppress(OSError, ValueError):  # no longer readable
             if positions := declared_positions(start):
                 write_text(run / POSITIONS, json.dumps({ROWS: positions}) + "\n")
+    if is_lacking:
+        for name, text in tokenizer_files(vocabulary, start).items():
+            write_text(run / name, text)
 
 
 def declared_positions(path: Path) -> int | None:
@@ -85,15 +88,31 @@ def declared_positions(path: Path) -> int | None:
     return max((n for n in limits if type(n) is int and n > 0), default=None)
 
 
-def _beginning_of(run: Path) -> Path | None:
+def _beginning_of(run: Path, *, is_new: bool) -> Path | None:
     """Returns the folder or the run that `run` began with, None if neither. Only for runs of one's
-    own, since the path is opened."""
-    match getattr(stored_field(run, "fine_tuning"), "start", None):
-        case FromHuggingFace(folder):
-            return Path(folder)
-        case FromRun(run_dir):
-            return opened_for_reading("run_dir", run_dir)
+    own, since the path is opened. Raises ValueError for an address that is not read, if `is_new`;
+    else None is returned for it."""
+    start = getattr(stored_field(run, "fine_tuning"), "start", None)
+    try:
+        match start:
+            case FromHuggingFace(folder):
+                return open_folder("folder", folder).here
+            case FromRun(run_dir):
+                return opened_run("run_dir", run_dir)
+    except ValueError as error:
+        if is_new:
+            raise
+        notice(f"NOTE {error}: what it says of the tokenizer is kept as far as the run has it")
     return None
+
+
+def tokenizer_text(vocabulary: Any) -> str | None:
+    """Returns the tokenizer.json of `tokenizer_files`; None where it has none."""
+    if isinstance(vocabulary, ByteTokenizer):
+        vocabulary = vocabulary.published()
+    if not isinstance(vocabulary, HuggingFaceVocabulary):
+        return None
+    return vocabulary.bare().beginning_with(vocabulary.bos)
 
 
 def tokenizer_files(vocabulary: Any, source: Path | None) -> dict[str, str]:
@@ -130,7 +149,7 @@ def tokenizer_files(vocabulary: Any, source: Path | None) -> dict[str, str]:
         settings = {**dict(bare.chat.tokens), **settings, "chat_template": bare.chat.stored}
     texts = {GENERATION: numbers, SETTINGS: settings}  # the last says that all are there
     shown = {k: json.dumps(v, indent=2, ensure_ascii=False) + "\n" for k, v in texts.items()}
-    return {TOKENIZER: bare.beginning_with(vocabulary.bos), **shown}
+    return {TOKENIZER: tokenizer_text(vocabulary) or "", **shown}
 
 
 def _end_of_turn(vocabulary: HuggingFaceVocabulary) -> set[int]:
@@ -142,16 +161,18 @@ def _end_of_turn(vocabulary: HuggingFaceVocabulary) -> set[int]:
         return set()
 
 
-def folder_tokenizer(folder: Path) -> KeptTokenizer | None:
+def folder_tokenizer(folder: Path, place: AnyPath | None = None) -> KeptTokenizer | None:
     """Returns the tokenizer of a folder, or of a run that keeps it in the same files; None where
-    there is none. Raises ValueError where no file says which token ends a text."""
+    there is none. place: of the folder, for messages. Raises ValueError where no file says which
+    token ends a text."""
     content = text_of(folder / TOKENIZER)
     if content is None:
         return None
     try:
         return _tokenizer_of(folder, content)
     except ValueError as error:
-        raise ValueError(f"{folder / TOKENIZER} cannot be used as a tokenizer: {error}") from error
+        named = (place or folder) / TOKENIZER
+        raise ValueError(f"{named} cannot be used as a tokenizer: {error}") from error
 
 
 def _tokenizer_of(folder: Path, content: str) -> KeptTokenizer:

@@ -130,3 +130,18 @@ def test_what_another_may_have_put_there_is_not_taken(
     path = cache_directory()
     assert path != usual and path.parent == temporary and path.is_dir() and not path.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_a_process_is_told_once_and_keeps_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the usual temporary one is another's."""
+    home = tmp_path / "home"
+    home.write_text("no directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.delenv("JAXTRAIN_CACHE", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"jaxtrain-cache-{os.getuid()}").write_text("another's")
+    first = cache_directory()
+    assert cache_directory() == first and first.is_dir()
+    assert len([r for r in caplog.records if "cannot be used" in r.getMessage()]) == 1

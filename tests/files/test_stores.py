@@ -19,6 +19,7 @@ from jaxtrain.huggingface.peft import huggingface_lora, read_adapters
 from jaxtrain.huggingface.peft_write import write_adapters
 from jaxtrain.weights.loading import load
 from jaxtrain.weights.start import run_of
+from jaxtrain.weights.start_digest import start_digest
 
 BLOCK = jaxtrain.BlockConfig(jaxtrain.AttentionConfig(heads=2), jaxtrain.MlpConfig(hidden=8))
 EXPERIMENT = jaxtrain.Experiment(
@@ -37,23 +38,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "check, experiment": lambda at: jaxtrain.check(at, ONE),
     "check, mesh": lambda at: jaxtrain.check(EXPERIMENT, at),
     "certify": lambda at: next(jaxtrain.certify(at, devices=1)),
-    "export, folder": lambda at: jaxtrain.export("run", at),
-    "weights": jaxtrain.huggingface_config,
-    "weights, read": lambda at: read_params(at, EXPERIMENT.model, {}),
-    "weights, written": lambda at: write_folder(at, EXPERIMENT.model, {}),
-    "a start from weights": jaxtrain.FromHuggingFace,
-    "a start with adapters": lambda at: jaxtrain.FromHuggingFace("a", adapters=at),
-    "adapters": lambda at: huggingface_lora(at, EXPERIMENT.model),
-    "adapters, read": lambda at: read_adapters(at, EXPERIMENT.model, {}),
-    "adapters, written": lambda at: write_adapters(at, EXPERIMENT.model, {}, alpha=1.0),
     "a local tier": lambda at: jaxtrain.checkpoint.LocalTier(directory=str(at)),
-    "text": lambda at: jaxtrain.TextFiles(str(at)),
-    "text, held out": lambda at: jaxtrain.TextFiles("a", held_out_patterns=("b", str(at))),
-    "JSON lines": lambda at: jaxtrain.data.JsonLines(("a", str(at))),
-    "Parquet": lambda at: jaxtrain.data.Parquet(str(at)),
-    "token files": lambda at: jaxtrain.data.TokenFiles(str(at)),
-    "token files, held out": lambda at: jaxtrain.data.TokenFiles("a", held_out_paths=str(at)),
-    "tokenizer": lambda at: jaxtrain.data.TokenizerFile(str(at)),
     "tokens": lambda at: tokenize(StdlibSource(), ByteTokenizer(), at),
     "data, cache": lambda at: EXPERIMENT.data.open("train", seed=0, cache_dir=at),
     "schedule": lambda at: jaxtrain.Pipeline(f"{at}/mine.csv"),
@@ -70,8 +55,30 @@ RUNS: dict[str, Callable[[Any], Any]] = {
     "a branch": lambda at: jaxtrain.train(EXPERIMENT, ONE, run_dir="run", from_run=at),
     "evaluate": jaxtrain.evaluate,
     "a start from a run": lambda at: run_of(jaxtrain.FromRun(at)),
+    "weights": jaxtrain.huggingface_config,
+    "weights, read": lambda at: read_params(at, EXPERIMENT.model, {}),
+    "a start from weights": lambda at: start_digest(jaxtrain.FromHuggingFace(at)),
+    "a start with adapters": lambda at: start_digest(jaxtrain.FromHuggingFace(at, adapters=at)),
+    "adapters": lambda at: huggingface_lora(at, EXPERIMENT.model),
+    "adapters, read": lambda at: read_adapters(at, EXPERIMENT.model, {}),
+    "export, folder": lambda at: jaxtrain.export("run", at),
+    "weights, written": lambda at: write_folder(at, EXPERIMENT.model, {}),
+    "adapters, written": lambda at: write_adapters(at, EXPERIMENT.model, {}, alpha=1.0),
+    "text": lambda at: jaxtrain.TextFiles(str(at)).pieces("train"),
+    "text, held out": lambda at: jaxtrain.TextFiles(
+        __file__, held_out_patterns=(__file__, str(at))
+    ).pieces("train"),
+    "JSON lines": lambda at: jaxtrain.data.JsonLines((__file__, str(at))).pieces("train"),
+    "Parquet": lambda at: jaxtrain.data.Parquet(str(at)).pieces("train"),
+    "token files": lambda at: jaxtrain.data.TokenFiles(str(at)).files("train"),
+    "token files, held out": lambda at: jaxtrain.data.TokenFiles(
+        __file__, held_out_paths=str(at)
+    ).files("train"),
+    "tokenizer": lambda at: jaxtrain.data.TokenizerFile(str(at)).build(
+        lambda: iter(()), corpus="", cache_dir=Path()
+    ),
 }
-"""Functions of runs, which may be in a store."""
+"""Functions of runs, models' folders and corpora, which may be in a store."""
 
 SCHEDULE = ("schedule", "--kind=gpipe", "--stages=2", "--microbatches=2")
 
@@ -79,7 +86,6 @@ COMMANDS: dict[str, list[str]] = {
     "train, mesh": ["train", "experiments/stdlib_lm.py", "--mesh", "AT"],
     "train, experiment": ["train", "AT"],
     "compile": ["compile", "AT", "--mesh", "meshes/cpu_1.toml"],
-    "export, folder": ["export", "run", "--out", "AT"],
     "tokenize": ["tokenize", "experiments/stdlib_lm.py", "--out", "AT"],
     "schedule": ["schedule", "--table", "AT"],
     "schedule, picture": [*SCHEDULE, "--svg", "AT"],
@@ -91,6 +97,7 @@ RUN_COMMANDS: dict[str, list[str]] = {
     "train, branch": ["train", "experiments/stdlib_lm.py", "--from", "AT"],
     "generate": ["generate", "AT", "--prompt", "a"],
     "export": ["export", "AT", "--out", "out"],
+    "export, folder": ["export", "run", "--out", "AT"],
     "evaluate": ["evaluate", "AT"],
     "verify": ["verify", "AT"],
 }

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import jaxtrain
 from jaxtrain.data import ByteTokenizer, TokenizerFile
 from jaxtrain.tokenizers import HuggingFaceVocabulary
-from jaxtrain.weights.tokenizer_files import folder_tokenizer, record_tokenizer, tokenizer_files
+from jaxtrain.weights.tokenizer_files import folder_tokenizer, record_beginning, tokenizer_files
 
 IDS = {"a": 0, "<s>": 1, "</s>": 2, "?": 3, "<end>": 4, "<pad>": 5}
 
@@ -97,7 +97,7 @@ def test_a_tokenizer_is_not_kept_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").symlink_to("config.json")
     dataset = SimpleNamespace(vocabulary=ByteTokenizer())
     with pytest.raises(ValueError, match="is a symbolic link to config"):
-        record_tokenizer(tmp_path, dataset)
+        record_beginning(tmp_path, dataset, is_new=True)
     assert (tmp_path / "config.json").read_text() == config
 
 

@@ -18,6 +18,7 @@ from tiny_families import LLAMA, random_params, template
 import jaxtrain
 from jaxtrain import FineTuning, FromHuggingFace, FromRun, LoRA
 from jaxtrain.checkpoint.run_config import read_config
+from jaxtrain.files.opened import open_folder
 from jaxtrain.huggingface import write_folder
 from jaxtrain.huggingface.folder import Folder
 from jaxtrain.weights.start_digest import ENTRY, start_digest, start_problem
@@ -233,7 +234,7 @@ def committed(folder: Path) -> list[int]:
 
 def test_a_digest_names_tensors_and_sees_each_of_them(base: Path, tmp_path: Path) -> None:
     """A model that was trained differs in every tensor, and a tensor in every row."""
-    with Folder(base) as files:
+    with Folder(open_folder("folder", base)) as files:
         whole, tensors = files.digest(), dict(files.tensors)
     assert len(tensors) > 10
     for name, info in tensors.items():
