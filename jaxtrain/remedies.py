@@ -29,7 +29,7 @@ class Near(NamedTuple):
     step: int = 1
 
 
-Way = tuple[Near, ...]
+NearSizes = tuple[Near, ...]
 """Sizes that change together, in most cases one."""
 
 
@@ -44,8 +44,8 @@ class Clash(str):
     __slots__ = ("also", "joint", "rule", "sizes", "ways")
     rule: str
     sizes: Mapping[str, int | None]
-    ways: tuple[Way, ...]
-    joint: tuple[Way, ...]
+    ways: tuple[NearSizes, ...]
+    joint: tuple[NearSizes, ...]
     also: str
 
     def __new__(
@@ -54,8 +54,8 @@ class Clash(str):
         remedy: str,
         *,
         sizes: Mapping[str, int | None],
-        ways: Sequence[Way],
-        joint: Sequence[Way] = (),
+        ways: Sequence[NearSizes],
+        joint: Sequence[NearSizes] = (),
         also: str = "",
     ) -> Clash:
         clash = super().__new__(cls, f"{rule}; {remedy}")
@@ -127,7 +127,7 @@ def settled(
         except Exception:  # a user's own configuration or model may refuse it in any way
             return False
 
-    def has_sizes(clash: Clash, way: Way) -> bool:
+    def has_sizes(clash: Clash, way: NearSizes) -> bool:
         new = {near.name: near.value for near in way}
         try:
             return change(subject, clash, new) is not None
@@ -230,7 +230,7 @@ def _nearest(near: Near, parts: Mapping[str, int]) -> list[int]:
     return sorted(values, key=lambda value: abs(value - near.value))[:TRIES]
 
 
-def _joint(way: Way, parts: Mapping[str, int]) -> Iterator[Change]:
+def _joint(way: NearSizes, parts: Mapping[str, int]) -> Iterator[Change]:
     """Yields new values of several sizes, the nearest to the old ones first, by ratio."""
     choices = [_nearest(near, parts) for near in way]
 

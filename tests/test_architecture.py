@@ -347,9 +347,11 @@ def test_a_class_has_a_name_of_its_own():
 
 
 def test_an_alias_has_one_meaning():
-    """Of types; type variables aside, which are a module's own, and names of classes."""
+    """Of types, and none that a class has; type variables aside, which are a module's own."""
     places: dict[str, list[str]] = {}
+    classes = set()
     for path, tree, _ in modules(ROOT):
+        classes |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
         for node in tree.body:
             target = node.targets[0] if isinstance(node, ast.Assign) else None
             if not isinstance(target, ast.Name) or isinstance(node.value, ast.Call):
@@ -358,6 +360,7 @@ def test_an_alias_has_one_meaning():
                 places.setdefault(target.id, []).append(path)
     assert len(places) > 100, "aliases are found"
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+    assert classes & places.keys() == set()
 
 
 BAD = [

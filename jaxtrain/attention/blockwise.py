@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from jaxtrain.attention.documents import Located, ScoreInputs, documents_of
-from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
+from jaxtrain.attention.fused import Attended, Keys, Query, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Queries, Scoring
 from jaxtrain.attention.tiling import ArrayTuple, Tiling, backward, fetching_scan, forward, full
 from jaxtrain.collectives.vary import Index
@@ -44,17 +44,17 @@ class Blockwise:
         if low:
             raise ValueError(f"Blockwise takes sizes of 1 or more; raise {', '.join(low)}")
 
-    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+    def refusals(self, q: Query, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         return []
 
-    def __call__(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
+    def __call__(self, q: Query, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         return attend(self, q, k, v, starts, scoring)
 
-    def forward(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
+    def forward(self, q: Query, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         """The output and the log-sum-exp of each query's logits, chunk by chunk."""
         heads = starts.heads if isinstance(starts, ScoreInputs) else None
 
-        def chunk(ahead: ArrayTuple, q: Heads, _: jax.Array, k: Keys, v: Keys) -> ArrayTuple:
+        def chunk(ahead: ArrayTuple, q: Query, _: jax.Array, k: Keys, v: Keys) -> ArrayTuple:
             tiling = _tiling(self, scoring, k, ahead, heads)
             rows = _fold_queries(q, k.shape[2])
             o, lse = forward(tiling, rows, _fold_keys(k), _fold_keys(v))
@@ -69,14 +69,14 @@ class Blockwise:
         )
         return o, lse[..., 0]
 
-    def backward(self, saved: SavedAttention, do: Heads, scoring: Scoring) -> ArrayTuple:
+    def backward(self, saved: SavedAttention, do: Query, scoring: Scoring) -> ArrayTuple:
         """Gradients of q, k and v, chunk by chunk: each tile's weights are made again
         (`online_softmax.backward_tile` has the equations); and of heads' values that are
         learned."""
         q, k, v, starts, o, lse = saved
         heads = starts.heads if isinstance(starts, ScoreInputs) else None
 
-        def chunk(ahead: ArrayTuple, q: Heads, v: Keys, k: Keys, o: Heads, do: Heads) -> ArrayTuple:
+        def chunk(ahead: ArrayTuple, q: Query, v: Keys, k: Keys, o: Query, do: Query) -> ArrayTuple:
             lse, *others = ahead
             tiling = _tiling(self, scoring, k, tuple(others), heads)
             delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), axis=-1, keepdims=True)
@@ -113,7 +113,7 @@ def _tiling(
     return tiling._replace(positions=(of_q, of_k), heads=folded)
 
 
-def _fetched_early(starts: Located, q: Heads) -> ArrayTuple:
+def _fetched_early(starts: Located, q: Query) -> ArrayTuple:
     """Document starts of queries, and of keys where they are others; and positions of both where
     scores have a function."""
     documents = documents_of(starts)
@@ -186,8 +186,8 @@ def _over_chunks(
 def _fold_queries(
     x: Shaped[Array, "rows seq heads d"], kv_heads: int
 ) -> Shaped[Array, "rows*{kv_heads} heads//{kv_heads} seq d"]:
-    """Queries that read one key head side by side, in front of the sequence: batched matmuls want
-    it so."""
+    """Returns queries with the heads that share a key head next to each other, and heads before
+    the sequence, as batched matmuls need them."""
     rows, seq, heads, size = x.shape
     return x.swapaxes(1, 2).reshape(rows * kv_heads, heads // kv_heads, seq, size)
 
@@ -195,12 +195,12 @@ def _fold_queries(
 def _fold_keys(
     x: Shaped[Array, "rows seq kv_heads d"],
 ) -> Shaped[Array, "rows*kv_heads seq d"]:
-    """Each head's keys, or values, as a sequence of their own."""
+    """Returns keys or values with heads before the sequence."""
     rows, seq, heads, size = x.shape
     return x.swapaxes(1, 2).reshape(rows * heads, seq, size)
 
 
 def _unfold(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of either, to `shape` [rows, seq, heads, ..]."""
+    """Inverts `_fold_queries` and `_fold_keys`. shape: of the result, [rows, seq, heads, ...]."""
     rows, seq, heads, *inner = shape
     return x.reshape(rows, heads, seq, *inner).swapaxes(1, 2)

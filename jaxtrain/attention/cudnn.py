@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float32, Int
 
 from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.documents import Group, Starts, TwoStarts, group, table
-from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
+from jaxtrain.attention.fused import Attended, Keys, Query, SavedAttention, attend
 from jaxtrain.attention.online_softmax import MASKED, Scoring
 from jaxtrain.attention.refusal import function_violations, refuse
 from jaxtrain.program.totals import FALLBACK
@@ -51,7 +51,7 @@ class PackedSequences(NamedTuple):
 Packed = tuple[PackedSequences, PackedSequences]
 """Of queries, and of keys."""
 
-Branch = Callable[..., tuple[jax.Array, ...]]
+AttentionBranch = Callable[..., tuple[jax.Array, ...]]
 """One of two ways to compute the same arrays."""
 
 
@@ -114,7 +114,7 @@ class Cudnn:
             violations.append(f"dtype={jnp.dtype(dtype)} is not bfloat16 or float16")
         return violations
 
-    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+    def refusals(self, q: Query, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         refusals = self.violations(q.shape[3], softcap=scoring.softcap, dtype=q.dtype)
         refusals += function_violations(scoring)
         if q.size >= 2**31:
@@ -124,14 +124,14 @@ class Cudnn:
         return refusals
 
     def __call__(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+        self, q: Query, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
     ) -> Attended:
         documents = starts is not None
         refuse("Cudnn", self.refusals(q, scoring, documents=documents, between=False))
         return attend(self, q, k, v, starts, scoring)
 
     def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
+        self, q: Query, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended:
         if starts is None:
             o, statistics = _forward(q, k, v, None, scoring)
@@ -140,7 +140,7 @@ class Cudnn:
             return _forward_between(q, k, v, starts, scoring)
         parts = self._parts(starts)
 
-        def fused(q: Heads, k: Keys, v: Keys) -> Attended:
+        def fused(q: Query, k: Keys, v: Keys) -> Attended:
             o, lse = jnp.zeros_like(q), jnp.zeros_like(q, jnp.float32, q.shape[:3])
             for part in parts:
                 queries, keys, values = (part.folded(x) for x in (q, k, v))
@@ -150,7 +150,7 @@ class Cudnn:
                 lse = part.placed(part.from_statistics(statistics), lse)
             return o, lse
 
-        def portable(q: Heads, k: Keys, v: Keys) -> Attended:
+        def portable(q: Query, k: Keys, v: Keys) -> Attended:
             with jax.named_scope(FALLBACK):
                 return GPU_BLOCKS.forward(q, k, v, starts, scoring)
 
@@ -159,8 +159,8 @@ class Cudnn:
         return o, lse
 
     def backward(
-        self, saved: SavedAttention, do: Heads, scoring: Scoring
-    ) -> tuple[Heads, Keys, Keys]:
+        self, saved: SavedAttention, do: Query, scoring: Scoring
+    ) -> tuple[Query, Keys, Keys]:
         q, k, v, starts, o, lse = saved
         if starts is None:
             return _backward(q, k, v, None, lse.swapaxes(1, 2), do, o, scoring)
@@ -168,7 +168,7 @@ class Cudnn:
             return _backward_between(saved, starts, do, scoring)
         parts = self._parts(starts)
 
-        def fused(q: Heads, k: Keys, v: Keys, do: Heads, o: Heads) -> tuple[Heads, Keys, Keys]:
+        def fused(q: Query, k: Keys, v: Keys, do: Query, o: Query) -> tuple[Query, Keys, Keys]:
             gradients: tuple[Any, ...] = tuple(map(jnp.zeros_like, (q, k, v)))
             for part in parts:
                 queries, keys, values, dout, out = (part.folded(x) for x in (q, k, v, do, o))
@@ -178,7 +178,7 @@ class Cudnn:
             dq, dk, dv = gradients
             return dq, dk, dv
 
-        def portable(q: Heads, k: Keys, v: Keys, do: Heads, o: Heads) -> tuple[Heads, Keys, Keys]:
+        def portable(q: Query, k: Keys, v: Keys, do: Query, o: Query) -> tuple[Query, Keys, Keys]:
             with jax.named_scope(FALLBACK):
                 saved = SavedAttention(q, k, v, starts, o, lse)
                 dq, dk, dv = GPU_BLOCKS.backward(saved, do, scoring)
@@ -199,8 +199,8 @@ class Cudnn:
 
 def _either(
     fits: Bool[Array, ""],
-    fused: Branch,
-    portable: Branch,
+    fused: AttentionBranch,
+    portable: AttentionBranch,
     operands: Sequence[jax.Array],
     shapes: Sequence[tuple[int, ...]],
 ) -> tuple[jax.Array, ...]:
@@ -219,7 +219,7 @@ def _either(
     def split(arrays: Sequence[jax.Array], shapes: Iterable[tuple[int, ...]]) -> list[jax.Array]:
         return [x.reshape(shape) for x, shape in zip(arrays, shapes, strict=True)]
 
-    def run(branch: Branch) -> Branch:
+    def run(branch: AttentionBranch) -> AttentionBranch:
         return lambda *arrays: joined(branch(*split(arrays, [x.shape for x in operands])))
 
     # Without the barrier XLA moves the reshapes into the branches, and has the choice again.
@@ -293,7 +293,7 @@ def _spanning(
     return (queries, keys), in_queries, in_keys
 
 
-def _forward_between(q: Heads, k: Keys, v: Keys, starts: TwoStarts, scoring: Scoring) -> Attended:
+def _forward_between(q: Query, k: Keys, v: Keys, starts: TwoStarts, scoring: Scoring) -> Attended:
     packed, in_queries, _ = _spanning(*starts)
     o, statistics = _forward(q, k, v, packed, scoring)
     # A row's sequence begins with its first query. Results beyond the sequence are not written.
@@ -302,8 +302,8 @@ def _forward_between(q: Heads, k: Keys, v: Keys, starts: TwoStarts, scoring: Sco
 
 
 def _backward_between(
-    saved: SavedAttention, starts: TwoStarts, do: Heads, scoring: Scoring
-) -> tuple[Heads, Keys, Keys]:
+    saved: SavedAttention, starts: TwoStarts, do: Query, scoring: Scoring
+) -> tuple[Query, Keys, Keys]:
     q, k, v, _, o, lse = saved
     packed, in_queries, in_keys = _spanning(*starts)
     gradients = _backward(q, k, v, packed, lse.swapaxes(1, 2), do, o, scoring)
@@ -336,7 +336,7 @@ def _options(packed: Packed | None, scoring: Scoring) -> dict[str, Any]:
     )
 
 
-def _operands(q: Heads, k: Keys, v: Keys, packed: Packed | None) -> tuple[jax.Array, ...]:
+def _operands(q: Query, k: Keys, v: Keys, packed: Packed | None) -> tuple[jax.Array, ...]:
     """Returns the operands of both primitives: q, k, v, bias and page tables (empty), and for
     documents the lengths and the first elements in memory, of queries and of keys."""
     none = jnp.zeros(0, q.dtype)
@@ -353,8 +353,8 @@ def _operands(q: Heads, k: Keys, v: Keys, packed: Packed | None) -> tuple[jax.Ar
 
 
 def _forward(
-    q: Heads, k: Keys, v: Keys, packed: Packed | None, scoring: Scoring
-) -> tuple[Heads, Statistics]:
+    q: Query, k: Keys, v: Keys, packed: Packed | None, scoring: Scoring
+) -> tuple[Query, Statistics]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     operands, options = _operands(q, k, v, packed), _options(packed, scoring)
@@ -363,15 +363,15 @@ def _forward(
 
 
 def _backward(
-    q: Heads,
+    q: Query,
     k: Keys,
     v: Keys,
     packed: Packed | None,
     statistics: Statistics,
-    do: Heads,
-    o: Heads,
+    do: Query,
+    o: Query,
     scoring: Scoring,
-) -> tuple[Heads, Keys, Keys]:
+) -> tuple[Query, Keys, Keys]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     operands = (*_operands(q, k, v, packed), statistics, o, do)

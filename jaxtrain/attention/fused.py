@@ -22,20 +22,20 @@ from jaxtrain.attention.documents import Located, ScoreInputs
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.collectives.vary import vary, varying_axes
 
-Heads = Float[Array, "batch seq heads head_dim"]
+Query = Float[Array, "batch seq heads head_dim"]
 Keys = Float[Array, "batch seq kv_heads head_dim"]
 LogSumExp = Float32[Array, "batch seq heads"]
-Attended = tuple[Heads, LogSumExp]
+Attended = tuple[Query, LogSumExp]
 
 
 class SavedAttention(NamedTuple):
     """Residuals of a backward pass, which also reads the cotangent of o. starts: `Located`."""
 
-    q: Heads
+    q: Query
     k: Keys
     v: Keys
     starts: Any
-    o: Heads
+    o: Query
     lse: LogSumExp
 
 
@@ -49,22 +49,22 @@ class FusedKernel(Protocol):
     of all keys, wherever they are: its gradients are these keys' parts.
     """
 
-    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+    def refusals(self, q: Query, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         """Why both passes cannot compute this, a reason each. documents: whether there are starts.
         between: whether queries and keys are of different places."""
         ...
 
-    def forward(self, q: Heads, k: Keys, v: Keys, starts: Any, scoring: Scoring) -> Attended:
+    def forward(self, q: Query, k: Keys, v: Keys, starts: Any, scoring: Scoring) -> Attended:
         """starts: `Located`, of the kinds that `refusals` lets pass."""
         ...
 
-    def backward(self, saved: SavedAttention, do: Heads, scoring: Scoring) -> tuple[jax.Array, ...]:
+    def backward(self, saved: SavedAttention, do: Query, scoring: Scoring) -> tuple[jax.Array, ...]:
         """Gradients of q, k and v, and of `ScoreInputs.heads` where the model learns them."""
         ...
 
 
 def attend(
-    kernel: FusedKernel, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring
+    kernel: FusedKernel, q: Query, k: Keys, v: Keys, starts: Located, scoring: Scoring
 ) -> Attended:
     """(o, log-sum-exp) of `kernel.forward`, its derivative `kernel.backward`. The log-sum-exp is a
     constant to derivatives: whoever merges by it writes their own."""
@@ -78,13 +78,13 @@ def attend(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Located
+    kernel: FusedKernel, scoring: Scoring, q: Query, k: Keys, v: Keys, starts: Located
 ) -> Attended:
     return kernel.forward(q, k, v, starts, scoring)
 
 
 def _attend_forward(
-    kernel: FusedKernel, scoring: Scoring, q: Heads, k: Keys, v: Keys, starts: Located
+    kernel: FusedKernel, scoring: Scoring, q: Query, k: Keys, v: Keys, starts: Located
 ) -> tuple[Attended, SavedAttention]:
     o, lse = kernel.forward(q, k, v, starts, scoring)
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
@@ -93,7 +93,7 @@ def _attend_forward(
 
 def _attend_backward(
     kernel: FusedKernel, scoring: Scoring, saved: SavedAttention, cotangents: Attended
-) -> tuple[Heads, Keys, Keys, Located]:
+) -> tuple[Query, Keys, Keys, Located]:
     dq, dk, dv, *of_heads = kernel.backward(saved, cotangents[0], scoring)
     return dq, dk, dv, cotangent_of(of_heads)
 

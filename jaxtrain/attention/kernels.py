@@ -21,7 +21,7 @@ from jax import lax
 from jaxtrain.attention.blockwise import Blockwise
 from jaxtrain.attention.cudnn import GPU_BLOCKS, Cudnn
 from jaxtrain.attention.documents import Located, ScoreInputs, Starts, documents_of
-from jaxtrain.attention.fused import Attended, Heads, Keys
+from jaxtrain.attention.fused import Attended, Keys, Query
 from jaxtrain.attention.online_softmax import MASKED, AttentionMask, Scoring
 from jaxtrain.attention.splash import Splash
 from jaxtrain.attention.triton import Triton
@@ -40,7 +40,7 @@ CPU_LONG_BLOCKS = Blockwise(query_block=128, key_block=256, chunk_bytes=2**20)
 
 
 def attention(
-    q: Heads,
+    q: Query,
     k: Keys,
     v: Keys,
     *,
@@ -50,7 +50,7 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     kernel: AttentionKernel | None = None,
-) -> Heads:
+) -> Query:
     """softmax(logits) v over the keys each query sees; logits = scale * q k^T, soft-capped.
 
     kv_heads divides heads; query head h reads key head h // (heads / kv_heads). Returns q's dtype;
@@ -167,13 +167,13 @@ class PlatformKernel:
     platform: str
     capability: int | None = None
 
-    def __call__(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
+    def __call__(self, q: Query, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         kernel = self.settled(q, scoring, documents=documents_of(starts) is not None)
         if isinstance(kernel, Blockwise) and self.platform != "cpu":
             warnings.warn(portable(self.platform, q, scoring), stacklevel=2)
         return kernel(q, k, v, starts, scoring)
 
-    def settled(self, q: Heads, scoring: Scoring, *, documents: bool) -> AttentionKernel:
+    def settled(self, q: Query, scoring: Scoring, *, documents: bool) -> AttentionKernel:
         """The kernel for queries like q."""
         return choose(
             self.platform,
@@ -194,7 +194,7 @@ def _kernel_here() -> PlatformKernel:
     return PlatformKernel(jax.default_backend(), gpu_capability())
 
 
-def portable(platform: str, q: Heads, scoring: Scoring, refusals: Sequence[str] = ()) -> str:
+def portable(platform: str, q: Query, scoring: Scoring, refusals: Sequence[str] = ()) -> str:
     """Returns a warning that `Blockwise` runs on an accelerator, with the reasons and its cost.
     refusals: of the kernel that was named; without any those of the platform's are told."""
     reasons = refusals or _refusals_of(platform, q, scoring)
@@ -206,7 +206,7 @@ def portable(platform: str, q: Heads, scoring: Scoring, refusals: Sequence[str] 
     )
 
 
-def _refusals_of(platform: str, q: Heads, scoring: Scoring) -> list[str]:
+def _refusals_of(platform: str, q: Query, scoring: Scoring) -> list[str]:
     """Returns why no kernel of the platform's own computes this."""
     dtype, seq, size = q.dtype, q.shape[1], q.shape[3]
     if scoring.function is not None:
@@ -224,7 +224,7 @@ def _refusals_of(platform: str, q: Heads, scoring: Scoring) -> list[str]:
 class Reference:
     """The dense definition, seq x seq scores in fp32: the oracle of the others."""
 
-    def __call__(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
+    def __call__(self, q: Query, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         batch, seq, heads, size = q.shape
         kv_heads = k.shape[2]
         dtype = q.dtype

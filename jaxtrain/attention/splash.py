@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.attention.documents import Starts, TwoStarts
-from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
+from jaxtrain.attention.fused import Attended, Keys, Query, SavedAttention, attend
 from jaxtrain.attention.online_softmax import AttentionMask, Scoring
 from jaxtrain.attention.refusal import function_violations, pallas_violations, refuse
 from jaxtrain.violations import count, raise_violations
@@ -94,19 +94,19 @@ class Splash:
             violations.append(f"head_dim={head_dim} is not a multiple of 64")
         return violations
 
-    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+    def refusals(self, q: Query, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         violations = self.violations(q.shape[1], q.shape[3]) + function_violations(scoring)
         return violations + pallas_violations(q)
 
     def __call__(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+        self, q: Query, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
     ) -> Attended:
         documents = starts is not None
         refuse("Splash", self.refusals(q, scoring, documents=documents, between=False))
         return attend(self, q, k, v, starts, scoring)
 
     def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
+        self, q: Query, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended:
         kernel = self._kernel(q, scoring)
 
@@ -118,8 +118,8 @@ class Splash:
         return o.swapaxes(1, 2), lse.swapaxes(1, 2)
 
     def backward(
-        self, saved: SavedAttention, do: Heads, scoring: Scoring
-    ) -> tuple[Heads, Keys, Keys]:
+        self, saved: SavedAttention, do: Query, scoring: Scoring
+    ) -> tuple[Query, Keys, Keys]:
         """The kernel keeps its derivative to itself where it gives the log-sum-exp: what stands
         below it is called."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
@@ -140,7 +140,7 @@ class Splash:
         dq = (dq.astype(jnp.float32) * scoring.scale).astype(q.dtype)
         return dq.swapaxes(1, 2), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
 
-    def _kernel(self, q: Heads, scoring: Scoring) -> Any:
+    def _kernel(self, q: Query, scoring: Scoring) -> Any:
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         seq, heads = q.shape[1], q.shape[2]
@@ -159,7 +159,7 @@ class Splash:
         )
 
 
-def _scaled(q: Heads, scoring: Scoring) -> Heads:
+def _scaled(q: Query, scoring: Scoring) -> Query:
     """The kernel has no scale of its own."""
     return (q.astype(jnp.float32) * scoring.scale).astype(q.dtype)
 

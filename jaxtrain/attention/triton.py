@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from jaxtrain.attention.documents import Starts, TwoStarts
-from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
+from jaxtrain.attention.fused import Attended, Keys, Query, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.attention.refusal import function_violations, pallas_violations, refuse
 from jaxtrain.backends import HOPPER_SHARED_BYTES, TRITON, TRITON_ATTENTION, missing
@@ -81,7 +81,7 @@ class Triton:
             violations.append(f"softcap={softcap} is not supported")
         return violations
 
-    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+    def refusals(self, q: Query, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         window = scoring.mask.window
         refusals = self.violations(*q.shape[1::2], window=window, softcap=scoring.softcap)
         refusals += function_violations(scoring)
@@ -90,14 +90,14 @@ class Triton:
         return refusals + pallas_violations(q)
 
     def __call__(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
+        self, q: Query, k: Keys, v: Keys, starts: Starts | None, scoring: Scoring
     ) -> Attended:
         documents = starts is not None
         refuse("Triton", self.refusals(q, scoring, documents=documents, between=False))
         return attend(self, q, k, v, starts, scoring)
 
     def forward(
-        self, q: Heads, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
+        self, q: Query, k: Keys, v: Keys, starts: Starts | TwoStarts | None, scoring: Scoring
     ) -> Attended:
         assert not isinstance(starts, tuple), "it takes the documents of queries for those of keys"
         k, v = (_repeat_heads(x, q) for x in (k, v))
@@ -106,8 +106,8 @@ class Triton:
         return o, lse.swapaxes(1, 2) * LN_2
 
     def backward(
-        self, saved: SavedAttention, do: Heads, scoring: Scoring
-    ) -> tuple[Heads, Keys, Keys]:
+        self, saved: SavedAttention, do: Query, scoring: Scoring
+    ) -> tuple[Query, Keys, Keys]:
         q, k, v, starts, o, lse = saved
         wide = (_repeat_heads(x, q) for x in (k, v))
         residuals = (q, *wide, starts, o, lse.swapaxes(1, 2) / LN_2)
@@ -190,12 +190,12 @@ def _pallas() -> ModuleType:
     return attention
 
 
-def _repeat_heads(x: Keys, q: Heads) -> Heads:
+def _repeat_heads(x: Keys, q: Query) -> Query:
     """Each key head once for every query head that reads it."""
     return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
 
 
-def _over_group(dx: Heads, like: Keys) -> Keys:
+def _over_group(dx: Query, like: Keys) -> Keys:
     """Adjoint of `_repeat_heads`, summed in fp32."""
     batch, seq, heads, size = like.shape
     wide = dx.reshape(batch, seq, heads, -1, size).astype(jnp.float32)

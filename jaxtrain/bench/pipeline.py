@@ -69,8 +69,8 @@ PASSES = (1, 4)
 """Passes of a program of costs over its tables. The difference of both times is ticks alone,
 without what is done once."""
 
-Program = Callable[[], Any]
-Key = tuple[Pipeline, int]
+CompiledCall = Callable[[], Any]
+PipelineKey = tuple[Pipeline, int]
 """A step: its schedule and its microbatches."""
 ONCE = "once"
 
@@ -119,7 +119,7 @@ class _Machine:
         e = replace(e, execution=execution, microbatches=microbatches, batch=batch)
         return assemble(e, self.spec, self.fields)
 
-    def step(self, assembly: Assembly) -> Program:
+    def step(self, assembly: Assembly) -> CompiledCall:
         """Returns the train step as `train` runs it."""
         state_shardings = shardings(assembly.abstract, assembly.splits, self.mesh)
         program = compile_step(assembly, self.mesh, state_shardings)
@@ -133,7 +133,7 @@ class _Machine:
 
         return run
 
-    def ticks(self, assembly: Assembly, kind: str) -> dict[int, Program]:
+    def ticks(self, assembly: Assembly, kind: str) -> dict[int, CompiledCall]:
         """Returns `ticks_of` by its passes, with the parameters of a step with as many chunks,
         which must run first."""
         chunks, batch = assembly.on_stages.layout.chunks, self._batch(assembly)
@@ -141,7 +141,7 @@ class _Machine:
         lowered = program.lower(self.states[chunks].params, batch, jnp.int32(1))
         compiled = lowered.compile(compiler_options=assembly.compiler_options or None)
 
-        def following(passes: int) -> Program:
+        def following(passes: int) -> CompiledCall:
             times = jnp.int32(passes)
             return lambda: compiled(self.states[chunks].params, batch, times)
 
@@ -308,13 +308,13 @@ def _experiment_violations(e: Experiment) -> list[str]:
 
 def _compile_programs(
     machine: _Machine,
-    steps: Mapping[Key, Assembly],
+    steps: Mapping[PipelineKey, Assembly],
     measured: Mapping[Pipeline, Assembly],
     works: Mapping[str, tuple[Assembly, str]],
     report: Callable[[str], None],
-) -> dict[Any, Program]:
+) -> dict[Any, CompiledCall]:
     """Returns programs by the keys of `report_of`'s seconds."""
-    programs: dict[Any, Program] = {}
+    programs: dict[Any, CompiledCall] = {}
     for (pipeline, microbatches), assembly in steps.items():
         report(f"compiling the step of {pipeline.schedule}, M={microbatches}")
         programs[pipeline, microbatches] = machine.step(assembly)
@@ -338,7 +338,7 @@ def _describe(e: Experiment, rounds: int, window: float) -> str:
 
 
 def take_turns(
-    programs: Mapping[Any, Program], rounds: int, window: float, report: Callable[[str], None]
+    programs: Mapping[Any, CompiledCall], rounds: int, window: float, report: Callable[[str], None]
 ) -> dict[Any, list[float]]:
     """Returns the seconds of each program in each round: the mean of as many runs as fill `window`
     seconds. One program runs at a time: two would wait for each other's collectives forever.
@@ -352,7 +352,7 @@ def take_turns(
     return seconds
 
 
-def _mean_seconds(program: Program, window: float) -> float:
+def _mean_seconds(program: CompiledCall, window: float) -> float:
     """Returns the mean of the runs that fill a window, after one run that allocates memory."""
 
     def seconds(runs: int) -> float:
@@ -368,7 +368,7 @@ def _mean_seconds(program: Program, window: float) -> float:
 def report_of(
     description: str,
     counts: Mapping[str, int],
-    schedules: Mapping[Key, Schedule],
+    schedules: Mapping[PipelineKey, Schedule],
     measured_at: int,
     seconds: Mapping[Any, list[float]],
 ) -> PipelineReport:
@@ -386,7 +386,7 @@ def report_of(
         measured[name] = max(1e-9, longer / (many - few) / times)
     costs = Costs(**measured)
 
-    def row(key: Key) -> ScheduleRow:
+    def row(key: PipelineKey) -> ScheduleRow:
         (pipeline, microbatches), schedule = key, schedules[key]
         table, once = cost(schedule, costs), best[pipeline, ONCE]
         return ScheduleRow(

@@ -22,7 +22,7 @@ from jaxtrain.cluster.agreement import all_gather_union, from_first, share_failu
 from jaxtrain.files.store import AnyPath, any_path
 from jaxtrain.state_format import leaves as leaf_table
 from jaxtrain.state_format.manifest import Foreign, Manifest
-from jaxtrain.state_format.reader import Damaged, Read, read_arrays, verify_chunks
+from jaxtrain.state_format.reader import Damaged, ReadChunk, read_arrays, verify_chunks
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 
@@ -32,7 +32,7 @@ def read_for_all(
     directory: AnyPath,
     step: int,
     slots: AllSlots = AS_THEY_REST,
-    read: Read | None = None,
+    read: ReadChunk | None = None,
 ) -> tuple[dict[str, jax.Array], list[str]]:
     """Returns the arrays of `specs` as `read_arrays`, or none and the damages that this process
     found. Raises FailedStorage on all processes where a store does not answer one of them. All of
@@ -133,7 +133,7 @@ class CommittedSteps:
         step: int,
         template: PyTree,
         slots: AllSlots = AS_THEY_REST,
-        read: Read | None = None,
+        read: ReadChunk | None = None,
     ) -> tuple[PyTree, dict[str, Any]]:
         """Does `restore` by a manifest of the step and a function that reads its chunks (None: from
         this tier)."""

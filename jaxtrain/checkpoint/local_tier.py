@@ -41,7 +41,7 @@ from jaxtrain.state_format.manifest import (
 )
 from jaxtrain.state_format.pack import read_chunk, write_chunks
 from jaxtrain.state_format.parts import OwnedParts
-from jaxtrain.state_format.reader import Read
+from jaxtrain.state_format.reader import ReadChunk
 
 FINISHED = 2
 """Steps that are kept besides the one being written: a process may be one save behind another."""
@@ -49,8 +49,8 @@ FINISHED = 2
 
 @dataclass(frozen=True)
 class LocalStep:
-    """A step that is complete across processes. holders: by the pack of each part, the processes
-    that have it."""
+    """A step of which the processes together have every part. holders: name of a part's pack ->
+    the processes that have it."""
 
     manifest: Manifest
     holders: dict[str, list[int]]
@@ -187,7 +187,7 @@ class LocalSteps:
                 self.problems.append(f"step {save[0]}: {error}")
         return steps
 
-    def read(self, stored: LocalStep, otherwise: Read | None = None) -> Read:
+    def read(self, stored: LocalStep, otherwise: ReadChunk | None = None) -> ReadChunk:
         """Returns a reader of a step's chunks. It reads a chunk from this process's copy of the
         part; if that fails, from the copies of other processes; if all fail, by `otherwise`."""
 
@@ -208,7 +208,7 @@ class LocalSteps:
 
         return read
 
-    def _sources(self, holders: list[int]) -> Iterator[Read]:
+    def _sources(self, holders: list[int]) -> Iterator[ReadChunk]:
         """Yields a reader for each holder, this process first if it is one."""
         own = jax.process_index()
         for process in sorted(holders, key=lambda p: p != own):

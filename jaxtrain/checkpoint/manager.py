@@ -236,7 +236,7 @@ class CheckpointManager(CommittedSteps):
             raise self._error(FailedSave, f"on another process: {'; '.join(problems)}", step, MEND)
 
     def _settle(self) -> None:
-        """Does `wait` for this process alone."""
+        """Waits for the save of this process alone. Raises as `wait`."""
         if self._in_flight is None:
             return
         step = self._in_flight

@@ -36,7 +36,7 @@ from jaxtrain.state_format.chunks import Chunk
 from jaxtrain.state_format.hashing import LacksPackage
 from jaxtrain.state_format.manifest import Foreign, Manifest, refuse_other_step
 from jaxtrain.state_format.parts import owned_parts
-from jaxtrain.state_format.reader import Read, read_from
+from jaxtrain.state_format.reader import ReadChunk, read_from
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
 RUN = ".run"
@@ -87,7 +87,7 @@ class Checkpoints:
         return self.durable.latest()
 
     def is_saved(self, step: int) -> bool:
-        """Does `CheckpointManager.is_saved`."""
+        """Returns True if a tier has the step, as `CheckpointManager.is_saved`."""
         return self.durable.is_saved(step)
 
     def newest_whole(self) -> int | None:
@@ -295,7 +295,7 @@ class Checkpoints:
             return ""
         return run if is_same and plain_name(run) else ""
 
-    def _durable_read(self, step: int) -> Read | None:
+    def _durable_read(self, step: int) -> ReadChunk | None:
         """Returns a reader of the durable tier's copies of local chunks."""
         try:
             manifest = whole_manifest(self.directory, step)

@@ -50,8 +50,8 @@ def coordination() -> Any:
 
 
 def stated_processes() -> int | None:
-    """Returns the number of processes that this one was started as one of; None if it was not. JAX
-    counts those that the service waits for, which may be of another run."""
+    """Returns the number of processes of the run by this one's own settings; None for a process
+    that is alone. JAX counts those that the service waits for, which may be of another run."""
     from jax._src import distributed  # there is no public API
 
     return distributed.global_state.num_processes

@@ -27,11 +27,11 @@ from jaxtrain.collectives.vary import Index, vary
 from jaxtrain.mesh.axes import MeshAxes
 
 Matrices = tuple[Float[Array, "_ _"], ...]
-Whole = Shaped[Array, "all_tokens k"]
+WholeTokens = Shaped[Array, "all_tokens k"]
 """The tokens of all devices, gathered."""
-Gathered = tuple[Matrices, Whole]
+Multiplied = tuple[Matrices, WholeTokens]
 """Products with the gathered tokens, and these: what has come."""
-Product = Callable[[jax.Array, Any], jax.Array]
+Multiply = Callable[[jax.Array, Any], jax.Array]
 """(a tile of x, a weight) -> their product, where that is not `x @ w`: then a weight is whatever
 this knows to multiply by, and the numbers of x may be mere bytes that travel."""
 
@@ -62,7 +62,7 @@ class Tiled:
         self,
         x: Shaped[Array, "tokens k"],
         dy: Shaped[Array, "tokens columns"],
-        product: Product | None = None,
+        product: Multiply | None = None,
     ) -> Tiled:
         """Returns the gradient for x @ w, from x and the cotangent dy of the product. For dim 1 the
         transpose is computed. product: as in `scattered_products`."""
@@ -73,11 +73,11 @@ class Tiled:
         return replace(self, whole=None, tile=tile if self.dim == 0 else tile.T)
 
 
-Weight = Float[Array, "_ _"] | Tiled
-MatmulWeights = tuple[Weight, ...]
+WeightMatrix = Float[Array, "_ _"] | Tiled
+MatmulWeights = tuple[WeightMatrix, ...]
 
 
-def multiply(x: Float[Array, "tokens k"], weight: Weight) -> Float[Array, "tokens columns"]:
+def multiply(x: Float[Array, "tokens k"], weight: WeightMatrix) -> Float[Array, "tokens columns"]:
     """x @ w of what lies on the device."""
     return _tiled_product(x, weight) if isinstance(weight, Tiled) else x @ weight
 
@@ -131,7 +131,7 @@ def _kept(weights: MatmulWeights) -> MatmulWeights:
     return tuple(replace(w, tile=None) if isinstance(w, Tiled) else w for w in weights)
 
 
-def _gradient(weight: Weight, x: jax.Array, dy: jax.Array) -> Weight:
+def _gradient(weight: WeightMatrix, x: jax.Array, dy: jax.Array) -> WeightMatrix:
     return weight.gradient(x, dy) if isinstance(weight, Tiled) else x.T @ dy
 
 
@@ -140,13 +140,13 @@ def gather_products(
     weights: tuple[Any, ...],
     axes: MeshAxes,
     ring: Ring,
-    product: Product = matmul,
-) -> Gathered:
+    product: Multiply = matmul,
+) -> Multiplied:
     """The products of `gather_matmul`, and the gathered x itself."""
     n, me = lax.axis_size(axes), lax.axis_index(axes)
     chains = ring.chains(n)
 
-    def multiplied(outs: Gathered, tile: Shaped[Array, "tokens k"], number: Index) -> Gathered:
+    def multiplied(outs: Multiplied, tile: Shaped[Array, "tokens k"], number: Index) -> Multiplied:
         products, gathered = outs
         placed = tuple(
             put(out, product(tile, w), number, n, 0)
@@ -154,7 +154,7 @@ def gather_products(
         )
         return placed, put(gathered, tile, number, n, 0)
 
-    def hop(carry: tuple[Gathered, Moving], way: int, h: Index) -> tuple[Gathered, Moving]:
+    def hop(carry: tuple[Multiplied, Moving], way: int, h: Index) -> tuple[Multiplied, Moving]:
         outs, moving = carry
         # Both from the carry: the next tile is on its way while this one is multiplied.
         following = shift(moving[way], axes, way)
@@ -179,7 +179,7 @@ def scattered_products(
     axes: MeshAxes,
     ring: Ring,
     dtype: DTypeLike,
-    product: Product | None = None,
+    product: Multiply | None = None,
 ) -> Float[Array, "tokens columns"]:
     """reduce_scatter of the sum of x @ w over the pairs, along dim 0: what `matmul_scatter` is, in
     `dtype`. Sums travel in it, and what a device adds to them is added before it is rounded:
@@ -257,13 +257,13 @@ def _gather_matmul(
 
 def _gather_matmul_forward(
     x: Float[Array, "tokens k"], weights: MatmulWeights, axes: MeshAxes, ring: Ring
-) -> tuple[Matrices, tuple[Whole, MatmulWeights]]:
+) -> tuple[Matrices, tuple[WholeTokens, MatmulWeights]]:
     outs, gathered = gather_products(x, _wholes(weights), axes, ring)
     return outs, (gathered, _kept(weights))
 
 
 def _gather_matmul_backward(
-    axes: MeshAxes, ring: Ring, saved: tuple[Whole, MatmulWeights], dys: Matrices
+    axes: MeshAxes, ring: Ring, saved: tuple[WholeTokens, MatmulWeights], dys: Matrices
 ) -> tuple[Float[Array, "tokens k"], MatmulWeights]:
     gathered, weights = saved
     transposed = tuple(w.T for w in _wholes(weights))

@@ -51,13 +51,13 @@ class RowExchange(Protocol):
     def there(
         self, rows: Float[Array, "sent embed"], parts: Parts, room: int, axes: MeshAxes
     ) -> Float[Array, "came embed"]:
-        """To the devices they are for; adjoint: `back`."""
+        """Sends rows to the devices that they are for. Its adjoint is `back`."""
         ...
 
     def back(
         self, rows: Float[Array, "came embed"], parts: Parts, sent: int, axes: MeshAxes
     ) -> Float[Array, "sent embed"]:
-        """To where they came from, `sent` places; adjoint: `there`."""
+        """Sends rows back to the `sent` places that they came from. Its adjoint is `there`."""
         ...
 
 

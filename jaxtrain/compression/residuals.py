@@ -26,7 +26,7 @@ from jaxtrain.nn.param import named_key
 from jaxtrain.optim.leaves import leaf_dims, matrices
 from jaxtrain.pipeline.layout import StageLayout
 
-Residuals = dict[str, Any]
+CodecState = dict[str, Any]
 """errors: leaf -> [devices that sum it, *shape] fp32, in units of the mean gradient: what the sums
 so far lack; absent without error feedback. factors: leaf -> [parts the leaf is split into, stack,
 columns of a part, rank] fp32, PowerSGD's right factors. tripped: int32, the step whose error was
@@ -107,11 +107,11 @@ def compressed_parts(
 
 def no_residuals(
     reducer: Reducer | None, parts: Mapping[str, CompressedLeaf], seed: int
-) -> Residuals:
+) -> CodecState:
     """The state before the first step."""
     if not isinstance(reducer, Compressed):
         return {}
-    state: Residuals = {"tripped": jnp.int32(-1)}
+    state: CodecState = {"tripped": jnp.int32(-1)}
     if reducer.error_feedback:
         state["errors"] = {
             name: jnp.zeros((ways(part.summed, part.sizes), *part.leaf.shape), jnp.float32)
@@ -132,12 +132,12 @@ def _first_factor(
     return first_factor((count, *sides), rank, key)
 
 
-def codec_state(residuals: Residuals) -> Residuals:
+def codec_state(residuals: CodecState) -> CodecState:
     """Returns the residuals that the sums read and write: all but the guard's step."""
     return {name: tree for name, tree in residuals.items() if name != "tripped"}
 
 
-def usable_codec_state(residuals: Residuals) -> Residuals:
+def usable_codec_state(residuals: CodecState) -> CodecState:
     """Returns `codec_state` for use in a step. Once the guard has tripped, errors are zero: the
     codec that left them is not trusted any more."""
     state = codec_state(residuals)
@@ -147,7 +147,7 @@ def usable_codec_state(residuals: Residuals) -> Residuals:
     return state
 
 
-def residual_splits(abstract: Residuals, parts: Mapping[str, CompressedLeaf]) -> dict[str, Any]:
+def residual_splits(abstract: CodecState, parts: Mapping[str, CompressedLeaf]) -> dict[str, Any]:
     """Mesh axes of every dim of the residuals, which are different on each device."""
     splits: dict[str, Any] = {"tripped": ()} if abstract else {}
     if "errors" in abstract:
@@ -157,7 +157,7 @@ def residual_splits(abstract: Residuals, parts: Mapping[str, CompressedLeaf]) ->
     return splits
 
 
-def residual_axes(abstract: Residuals, axes: Mapping[str, LogicalAxes]) -> dict[str, Any]:
+def residual_axes(abstract: CodecState, axes: Mapping[str, LogicalAxes]) -> dict[str, Any]:
     """Logical axes of the residuals: those of the parameters (`axes`) for errors, else ()."""
     logical = jax.tree.map(lambda leaf: (), abstract)
     if "errors" in abstract:
@@ -166,7 +166,7 @@ def residual_axes(abstract: Residuals, axes: Mapping[str, LogicalAxes]) -> dict[
 
 
 def stored_splits(
-    abstract: Residuals, splits: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]
+    abstract: CodecState, splits: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """Returns `residual_splits` for residuals with the shapes in `stored` (by path below
     `residuals`), saved on another mesh. A dim of devices that has another size is not split."""
@@ -180,7 +180,7 @@ def stored_splits(
     return jax.tree_util.tree_map_with_path(fits, abstract, splits)
 
 
-def redistribute(stored: Residuals, abstract: Residuals, first: Residuals) -> Residuals:
+def redistribute(stored: CodecState, abstract: CodecState, first: CodecState) -> CodecState:
     """Returns residuals of another mesh for this one. Errors of a leaf are summed and divided into
     equal shares, which preserves their sum (exactly for powers of two, else to rounding). Factors
     of another shape start again as in `first`; they affect only how fast PowerSGD converges."""

@@ -25,7 +25,7 @@ from jaxtrain.compression.codecs import Codec
 from jaxtrain.compression.compressed import Compressed, ErrorState, compressed_all_reduce
 from jaxtrain.compression.powersgd import PowerSGD, PowerSGDState, powersgd_all_reduce
 from jaxtrain.compression.reducer import Reducer
-from jaxtrain.compression.residuals import CompressedLeaf, Residuals
+from jaxtrain.compression.residuals import CodecState, CompressedLeaf
 from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.nn.param import named_key
 
@@ -94,8 +94,8 @@ class CompressedSums(NamedTuple):
     choice: Choice
 
     def sum(
-        self, grads: Leaves, residuals: Residuals, unit: jax.Array, key: jax.Array
-    ) -> tuple[Leaves, Residuals, Leaves]:
+        self, grads: Leaves, residuals: CodecState, unit: jax.Array, key: jax.Array
+    ) -> tuple[Leaves, CodecState, Leaves]:
         """Returns (sums over `CompressedLeaf.summed`, updated residuals, exact sums if measured).
         Runs inside shard_map.
 
@@ -103,7 +103,7 @@ class CompressedSums(NamedTuple):
         another loss scale or batch size. Every part of every leaf has its own key.
         """
         out, exact = {}, {}
-        updated: Residuals = {name: dict(tree) for name, tree in residuals.items()}
+        updated: CodecState = {name: dict(tree) for name, tree in residuals.items()}
         for name, g in grads.items():
             part, mean = self.parts[name], g / unit
             error = residuals["errors"][name][0] if "errors" in residuals else None
@@ -184,7 +184,7 @@ def all_reduce_with_one_error(
     return total, put(padded, own, device, n, 0)[: x.size]
 
 
-def pay_back(grads: Leaves, residuals: Residuals, unit: jax.Array) -> tuple[Leaves, Residuals]:
+def pay_back(grads: Leaves, residuals: CodecState, unit: jax.Array) -> tuple[Leaves, CodecState]:
     """Returns the gradients plus earlier errors, and zero errors: the exact sum on one device."""
     errors = residuals.get("errors", {})
     grads = grads | {k: grads[k] + e[0] * unit for k, e in errors.items()}

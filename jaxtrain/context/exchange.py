@@ -57,8 +57,8 @@ def _trade(x: jax.Array, axes: MeshAxes, group: int, split: int, concat: int) ->
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _grouped(x: jax.Array, axes: MeshAxes, group: int, split: int, concat: int) -> jax.Array:
-    """An all-to-all within groups, a permute for each distance: then types and the planner know it
-    as they know any other."""
+    """Returns an all-to-all within groups of devices. It is made of one permute for each distance,
+    since types and the planner know permutes already."""
     n, me = lax.axis_size(axes), lax.axis_index(axes) % group
     own = take(x, me, group, split)
     shape = list(own.shape)

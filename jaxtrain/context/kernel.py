@@ -30,7 +30,7 @@ from jaxtrain.attention.tiling import full
 from jaxtrain.collectives.ring import each_of
 from jaxtrain.collectives.vary import Index, vary, varying_axes
 from jaxtrain.context.ring import Transport
-from jaxtrain.context.schemes import Scheme, Slots
+from jaxtrain.context.schemes import InSlots, Scheme
 from jaxtrain.context.tiles import tile_kernel
 
 Tokens = Float[Array, "batch tokens heads head_dim"]
@@ -54,8 +54,9 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Around:
-    """Static facts of one call: what is multiplied and what brings it, by which kernel. unroll:
-    every hop is in the program; False makes a loop of them where a scheme's hops are alike."""
+    """One call of attention, as known before it is traced. scheme: the tiles that each device
+    computes. transport: brings the keys of other devices. kernel: computes a tile. unroll: every
+    hop is in the program; False makes a loop of them where a scheme's hops are alike."""
 
     scheme: Scheme
     transport: Transport
@@ -69,8 +70,9 @@ class Around:
     def located(
         self, starts: RowStarts | None, own: Tokens, of_tiles: Callable[[jax.Array], Any]
     ) -> Any:
-        """Returns the starts of a tile as a kernel takes them. own: of this device's tokens.
-        of_tiles: of an array of whole rows those of the tile's queries and keys."""
+        """Returns the document starts of a tile, and the inputs of a score function, as a kernel
+        takes them. own: queries of this device. of_tiles: returns the parts of an array of whole
+        rows that belong to the tile's queries and keys."""
         documents: Any = documents_of(starts)
         found = None if documents is None else of_tiles(documents)
         if not isinstance(starts, ScoreInputs):
@@ -151,7 +153,7 @@ def _backward(
         rows = [tiles.queries(x) for x in (q, do, o, lse)]
         return tiles.backward(rows, transport.came(moving, hop, me))
 
-    def added(stays: Stays, grads: Any, arrived: Slots, hop: Index) -> tuple[Stays, Slots]:
+    def added(stays: Stays, grads: Any, arrived: InSlots, hop: Index) -> tuple[Stays, InSlots]:
         of_queries, of_k, of_v, *of_heads = (dx.astype(jnp.float32) for dx in grads)
         of_keys = jnp.concatenate([of_k, of_v], axis=3)
         dq = scheme.add_queries(stays[0], of_queries, hop, me)
@@ -197,7 +199,7 @@ def _own_starts(call: Around, starts: RowStarts | None, own: Tokens, me: Index) 
     return None if located is None else document_starts(located)
 
 
-def _own_gradients(call: Around, saved: Kept, do: Tokens, me: Index) -> tuple[Stays, Slots]:
+def _own_gradients(call: Around, saved: Kept, do: Tokens, me: Index) -> tuple[Stays, InSlots]:
     """Returns the gradients (fp32) of attention between a device's own queries and keys; those of
     keys and values are in the layout in which they travel."""
     scheme, scoring = call.scheme, call.scored(call.scheme.own)
@@ -234,7 +236,7 @@ class _Tiles:
     def queries(self, x: jax.Array) -> jax.Array:
         return self.call.scheme.queries(x, self.hop, self.me)
 
-    def keys(self, slots: Slots) -> tuple[jax.Array, jax.Array]:
+    def keys(self, slots: InSlots) -> tuple[jax.Array, jax.Array]:
         """Keys and values."""
         k, v = jnp.split(self.call.scheme.keys(slots, self.hop, self.me), 2, axis=3)
         return k, v
@@ -243,22 +245,22 @@ class _Tiles:
         documents = documents_of(self.row_starts) is not None
         return tile_kernel(self.call.kernel, q, self.scoring, documents=documents)
 
-    def forward(self, q: jax.Array, came: Slots) -> Attended:
+    def forward(self, q: jax.Array, came: InSlots) -> Attended:
         """A device that needs no keys of this hop has seen none."""
 
-        def run(q: jax.Array, came: Slots) -> Attended:
+        def run(q: jax.Array, came: InSlots) -> Attended:
             o, lse = self.kernel(q).forward(q, *self.keys(came), self.starts, self.scoring)
             return o, self._without_hidden(lse, MASKED)
 
-        def nothing(q: jax.Array, came: Slots) -> Attended:
+        def nothing(q: jax.Array, came: InSlots) -> Attended:
             return full(q.shape, 0.0, q).astype(q.dtype), full(q.shape[:3], MASKED, q)
 
         return self._where_needed(run, nothing, q, came)
 
-    def backward(self, rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+    def backward(self, rows: list[jax.Array], came: InSlots) -> tuple[jax.Array, ...]:
         """Returns the gradients of the tiles' queries, keys and values."""
 
-        def run(rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+        def run(rows: list[jax.Array], came: InSlots) -> tuple[jax.Array, ...]:
             q, do, o, lse = rows
             # An infinite sum of exponentials: no weight on any key.
             saved = SavedAttention(
@@ -266,7 +268,7 @@ class _Tiles:
             )
             return self.kernel(q).backward(saved, do, self.scoring)
 
-        def nothing(rows: list[jax.Array], came: Slots) -> tuple[jax.Array, ...]:
+        def nothing(rows: list[jax.Array], came: InSlots) -> tuple[jax.Array, ...]:
             like, function = [rows[0], *self.keys(came)], self.call.scoring.function
             if isinstance(self.row_starts, ScoreInputs) and function is not None:
                 like += [self.row_starts.heads] * function.trained

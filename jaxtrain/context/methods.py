@@ -29,20 +29,21 @@ from jaxtrain.violations import count, flag, raise_violations
 
 @runtime_checkable
 class ContextMethod(Protocol):
-    """ways: of how many devices the sequence is cut over."""
+    """Computes attention where a row's tokens are divided over devices. ways: their number."""
 
     def order(self, ways: int) -> Order:
         """Returns the order of a row's tokens on devices."""
         ...
 
     def trading(self, ways: int) -> int:
-        """Number of adjacent devices that trade tokens for heads; 1 if none do. Keys travel between
-        groups of this size."""
+        """Returns the size of the groups of adjacent devices that exchange tokens for heads by an
+        all-to-all, 1 if none do. Keys are sent from group to group."""
         ...
 
     def violations(self, ways: int, *, seq: int | None, heads: int, kv_heads: int) -> list[str]:
-        """Why it cannot attend so, with what would mend it. heads, kv_heads: of a device before
-        the method trades any. seq: of whole rows, None where it is not known."""
+        """Returns the reasons why it cannot compute this, each with what would mend it. heads,
+        kv_heads: of a device before the method exchanges any. seq: of whole rows, None where it is
+        not known."""
         ...
 
     def __call__(

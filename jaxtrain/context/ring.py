@@ -19,7 +19,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import all_gather, sum_scatter
 from jaxtrain.collectives.ring import permute
 from jaxtrain.collectives.vary import Index
-from jaxtrain.context.schemes import Slots
+from jaxtrain.context.schemes import InSlots
 from jaxtrain.mesh.axes import MeshAxes
 
 
@@ -41,7 +41,7 @@ class Seats:
     def places(self) -> int:
         return 2 * self.groups if self.chunks else self.groups
 
-    def moved(self, slots: Slots, distance: int) -> Slots:
+    def moved(self, slots: InSlots, distance: int) -> InSlots:
         """Moves the content of every place by `distance` places."""
         numbers = range(len(slots))
         sums: list[jax.Array | None] = [None for _ in numbers]
@@ -85,11 +85,11 @@ class Transport(Protocol):
     @property
     def seats(self) -> Seats: ...
 
-    def begin(self, own: Slots) -> Any:
+    def begin(self, own: InSlots) -> Any:
         """Starts the transport of the first hop's keys."""
         ...
 
-    def came(self, moving: Any, hop: Index, me: Index) -> Slots:
+    def came(self, moving: Any, hop: Index, me: Index) -> InSlots:
         """The keys of a hop."""
         ...
 
@@ -97,19 +97,19 @@ class Transport(Protocol):
         """Starts the transport of the next hop's keys."""
         ...
 
-    def no_sums(self, own: Slots) -> Any:
+    def no_sums(self, own: InSlots) -> Any:
         """Before the first hop, of gradients like these."""
         ...
 
-    def sums(self, moving: Any, hop: Index, me: Index) -> Slots:
+    def sums(self, moving: Any, hop: Index, me: Index) -> InSlots:
         """Returns the gradients of a hop's keys that other devices have summed so far."""
         ...
 
-    def put(self, moving: Any, sums: Slots, hop: Index, me: Index) -> Any:
+    def put(self, moving: Any, sums: InSlots, hop: Index, me: Index) -> Any:
         """With this device's added."""
         ...
 
-    def home(self, own: Slots, moving: Any, hops: int) -> Slots:
+    def home(self, own: InSlots, moving: Any, hops: int) -> InSlots:
         """Returns all gradients of this device's keys: its own plus those of the other devices
         after the last hop."""
         ...
@@ -121,38 +121,38 @@ class Travelling:
 
     seats: Seats
 
-    def begin(self, own: Slots) -> Slots:
+    def begin(self, own: InSlots) -> InSlots:
         return self.seats.moved(own, 1)
 
-    def came(self, moving: Slots, hop: Index, me: Index) -> Slots:
+    def came(self, moving: InSlots, hop: Index, me: Index) -> InSlots:
         return moving
 
-    def onward(self, moving: Slots) -> Slots:
+    def onward(self, moving: InSlots) -> InSlots:
         return self.seats.moved(moving, 1)
 
-    def no_sums(self, own: Slots) -> Slots:
+    def no_sums(self, own: InSlots) -> InSlots:
         return jax.tree.map(jnp.zeros_like, own)
 
-    def sums(self, moving: Slots, hop: Index, me: Index) -> Slots:
+    def sums(self, moving: InSlots, hop: Index, me: Index) -> InSlots:
         first = isinstance(hop, int) and hop == 1  # they are zeros, and need not travel
         return moving if first else self.seats.moved(moving, 1)
 
-    def put(self, moving: Slots, sums: Slots, hop: Index, me: Index) -> Slots:
+    def put(self, moving: InSlots, sums: InSlots, hop: Index, me: Index) -> InSlots:
         return sums
 
-    def home(self, own: Slots, moving: Slots, hops: int) -> Slots:
+    def home(self, own: InSlots, moving: InSlots, hops: int) -> InSlots:
         returned = self.seats.moved(moving, -hops)
         return tuple(map(KEY_SUMS["key gradients"], own, returned))
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Keys are gathered whole, and so are the sums of their gradients before they are scattered:
-    of a seat one device."""
+    """Gathers the keys of all seats at once; sums of gradients are kept for all seats, and are
+    scattered at the end. A seat is one device here."""
 
     seats: Seats
 
-    def begin(self, own: Slots) -> jax.Array:
+    def begin(self, own: InSlots) -> jax.Array:
         """Returns the keys of all places, [places, ...]."""
         gathered = all_gather(jnp.concatenate(own, axis=1)[None], self.seats.axes, 0, Lax())
         if not self.seats.chunks:
@@ -160,26 +160,26 @@ class Gathered:
         up, back = jnp.split(gathered, 2, axis=2)
         return jnp.concatenate([up, jnp.flip(back, 0)])
 
-    def came(self, moving: jax.Array, hop: Index, me: Index) -> Slots:
+    def came(self, moving: jax.Array, hop: Index, me: Index) -> InSlots:
         take = lax.dynamic_index_in_dim
         return tuple(take(moving, place, keepdims=False) for place in self._places(hop, me))
 
     def onward(self, moving: jax.Array) -> jax.Array:
         return moving
 
-    def no_sums(self, own: Slots) -> jax.Array:
+    def no_sums(self, own: InSlots) -> jax.Array:
         first = jnp.zeros_like(own[0])
         return jnp.broadcast_to(first[None], (self.seats.places, *first.shape))
 
-    def sums(self, moving: jax.Array, hop: Index, me: Index) -> Slots:
+    def sums(self, moving: jax.Array, hop: Index, me: Index) -> InSlots:
         return self.came(moving, hop, me)
 
-    def put(self, moving: jax.Array, sums: Slots, hop: Index, me: Index) -> jax.Array:
+    def put(self, moving: jax.Array, sums: InSlots, hop: Index, me: Index) -> jax.Array:
         for place, sum_ in zip(self._places(hop, me), sums, strict=True):
             moving = lax.dynamic_update_index_in_dim(moving, sum_, place, 0)
         return moving
 
-    def home(self, own: Slots, moving: jax.Array, hops: int) -> Slots:
+    def home(self, own: InSlots, moving: jax.Array, hops: int) -> InSlots:
         if self.seats.chunks:
             up, back = jnp.split(moving, 2)
             moving = jnp.concatenate([up, jnp.flip(back, 0)], axis=2)

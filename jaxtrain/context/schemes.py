@@ -22,7 +22,7 @@ from jaxtrain.collectives.vary import Index
 from jaxtrain.context.order import Order
 from jaxtrain.context.tiles import merged
 
-Slots = tuple[jax.Array, ...]
+InSlots = tuple[jax.Array, ...]
 """What travels: keys, values, or sums of their gradients, [batch, tokens, ..], in one piece or in
 two chunks, each on a way of its own."""
 When = Bool[Array, ""] | bool
@@ -36,12 +36,12 @@ class Scheme(Protocol):
 
     @property
     def hops(self) -> int:
-        """After so many no device needs what comes."""
+        """The number of hops after which no device needs further keys."""
         ...
 
     @property
     def own(self) -> AttentionMask:
-        """Mask between a device's queries and its own keys, in the layout of `alone`."""
+        """The mask between a device's queries and its own keys, in the layout of `alone`."""
         ...
 
     def alone(self, x: jax.Array) -> jax.Array:
@@ -52,11 +52,11 @@ class Scheme(Protocol):
         """Inverse of `alone`."""
         ...
 
-    def slots(self, x: jax.Array) -> Slots:
+    def slots(self, x: jax.Array) -> InSlots:
         """Returns a device's array in the layout in which it travels."""
         ...
 
-    def joined(self, slots: Slots) -> jax.Array:
+    def joined(self, slots: InSlots) -> jax.Array:
         """Inverse of `slots`."""
         ...
 
@@ -76,7 +76,7 @@ class Scheme(Protocol):
         """Returns the part of a device's array that the tiles have as queries."""
         ...
 
-    def keys(self, slots: Slots, hop: Index, me: Index) -> jax.Array:
+    def keys(self, slots: InSlots, hop: Index, me: Index) -> jax.Array:
         """Returns the part of the arrived slots that the tiles have as keys."""
         ...
 
@@ -88,7 +88,7 @@ class Scheme(Protocol):
         """Adjoint of `queries`, added."""
         ...
 
-    def add_keys(self, to: Slots, dx: jax.Array, hop: Index, me: Index) -> Slots:
+    def add_keys(self, to: InSlots, dx: jax.Array, hop: Index, me: Index) -> InSlots:
         """Adjoint of `keys`, added."""
         ...
 
@@ -117,10 +117,10 @@ class _InOrder:
     def together(self, x: jax.Array) -> jax.Array:
         return x
 
-    def slots(self, x: jax.Array) -> Slots:
+    def slots(self, x: jax.Array) -> InSlots:
         return (x,)
 
-    def joined(self, slots: Slots) -> jax.Array:
+    def joined(self, slots: InSlots) -> jax.Array:
         return slots[0]
 
 
@@ -153,7 +153,7 @@ class Blocks(_InOrder):
     def queries(self, x: jax.Array, hop: Index, me: Index) -> jax.Array:
         return x
 
-    def keys(self, slots: Slots, hop: Index, me: Index) -> jax.Array:
+    def keys(self, slots: InSlots, hop: Index, me: Index) -> jax.Array:
         return slots[0]
 
     def merge(self, so_far: Attended, new: Attended, hop: Index, me: Index) -> Attended:
@@ -162,7 +162,7 @@ class Blocks(_InOrder):
     def add_queries(self, to: jax.Array, dx: jax.Array, hop: Index, me: Index) -> jax.Array:
         return to + dx
 
-    def add_keys(self, to: Slots, dx: jax.Array, hop: Index, me: Index) -> Slots:
+    def add_keys(self, to: InSlots, dx: jax.Array, hop: Index, me: Index) -> InSlots:
         return (to[0] + dx,)
 
     def starts(self, row: jax.Array, hop: Index, me: Index) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +205,7 @@ class Pairs(_InOrder):
         first, second = _halves(x)
         return jnp.concatenate([jnp.where(self._early(hop, me), first, second), second])
 
-    def keys(self, slots: Slots, hop: Index, me: Index) -> jax.Array:
+    def keys(self, slots: InSlots, hop: Index, me: Index) -> jax.Array:
         first, second = _halves(slots[0])
         return jnp.concatenate([jnp.where(self._early(hop, me), first, second), first])
 
@@ -227,7 +227,7 @@ class Pairs(_InOrder):
         first, second = self._apart(chosen, hop, me)
         return to + jnp.concatenate([first, second + always], axis=1)
 
-    def add_keys(self, to: Slots, dx: jax.Array, hop: Index, me: Index) -> Slots:
+    def add_keys(self, to: InSlots, dx: jax.Array, hop: Index, me: Index) -> InSlots:
         chosen, always = jnp.split(dx, 2)
         first, second = self._apart(chosen, hop, me)
         return (to[0] + jnp.concatenate([first + always, second], axis=1),)
@@ -271,10 +271,10 @@ class Chunks:
     def together(self, x: jax.Array) -> jax.Array:
         return jnp.concatenate(jnp.split(x, 2), axis=1)
 
-    def slots(self, x: jax.Array) -> Slots:
+    def slots(self, x: jax.Array) -> InSlots:
         return _halves(x)
 
-    def joined(self, slots: Slots) -> jax.Array:
+    def joined(self, slots: InSlots) -> jax.Array:
         return jnp.concatenate(slots, axis=1)
 
     def mask(self, hop: Index) -> AttentionMask:
@@ -294,7 +294,7 @@ class Chunks:
     def queries(self, x: jax.Array, hop: Index, me: Index) -> jax.Array:
         return self.keys(_halves(x), hop, me)
 
-    def keys(self, slots: Slots, hop: Index, me: Index) -> jax.Array:
+    def keys(self, slots: InSlots, hop: Index, me: Index) -> jax.Array:
         return jnp.concatenate(slots) if self.both(hop) else slots[1]
 
     def merge(self, so_far: Attended, new: Attended, hop: Index, me: Index) -> Attended:
@@ -306,7 +306,7 @@ class Chunks:
     def add_queries(self, to: jax.Array, dx: jax.Array, hop: Index, me: Index) -> jax.Array:
         return to + jnp.concatenate(self._tiles(dx, hop), axis=1)
 
-    def add_keys(self, to: Slots, dx: jax.Array, hop: Index, me: Index) -> Slots:
+    def add_keys(self, to: InSlots, dx: jax.Array, hop: Index, me: Index) -> InSlots:
         first, second = self._tiles(dx, hop)
         return to[0] + first, to[1] + second
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.attention.blockwise import Blockwise
-from jaxtrain.attention.fused import Attended, FusedKernel, Heads
+from jaxtrain.attention.fused import Attended, FusedKernel, Query
 from jaxtrain.attention.kernels import PlatformKernel, choose, portable
 from jaxtrain.attention.online_softmax import MASKED, Scoring
 
 
-def tile_kernel(kernel: Any, q: Heads, scoring: Scoring, *, documents: bool) -> FusedKernel:
+def tile_kernel(kernel: Any, q: Query, scoring: Scoring, *, documents: bool) -> FusedKernel:
     """Returns the kernel for queries like q and as many keys.
 
     That is `kernel` (the platform's choice resolved) if it returns the log-sum-exp and accepts the

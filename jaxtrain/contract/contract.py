@@ -20,7 +20,7 @@ import numpy as np
 from jaxtrain.planner.assembled import facts_of, why_not_predicted
 from jaxtrain.planner.traffic import Sent, step_traffic
 from jaxtrain.program.collectives import SENT, Collective
-from jaxtrain.program.groups import Groups
+from jaxtrain.program.groups import DeviceGroups
 from jaxtrain.step.assembly import Assembly
 
 DTYPES = {
@@ -212,7 +212,7 @@ def key_of(collective: Collective, sizes: Mapping[str, int]) -> Key:
     return Key(collective.kind, axes_of(collective.groups, sizes), collective.dtype)
 
 
-def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def axes_of(groups: DeviceGroups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the fewest mesh axes such that the devices of each group differ along these alone.
     Groups need not fill the axes: a permute may connect some devices only."""
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 SHARD_BYTES = 16 << 20
 ENCODING = "prompt and text as one"
 """How documents are encoded: caches and shards of an older way are not read."""
-Progress = Callable[[int, int], None]
+TellProgress = Callable[[int, int], None]
 """Called with (bytes of text done, bytes in all)."""
 
 
@@ -64,7 +64,7 @@ def tokenize(
     *,
     split: str = "train",
     processes: int = 1,
-    progress: Progress | None = None,
+    progress: TellProgress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> TokenFile:
     """Write the split's documents to the token file `out`, each ended by eos.
@@ -168,7 +168,7 @@ def _claim(
     temporary.replace(path)
 
 
-def _run(shards: list[_Shard], *, processes: int, progress: Progress | None) -> None:
+def _run(shards: list[_Shard], *, processes: int, progress: TellProgress | None) -> None:
     sizes = [sum(piece.stop - piece.start for piece in shard.pieces) for shard in shards]
     done, warned = 0, False
     for number, spelled in _run_shards(shards, processes):

@@ -61,8 +61,8 @@ class RowPlan(NamedTuple):
 
 
 class RowPlaces(NamedTuple):
-    """Of rows, [rows, seq]. number: of the document in the plan. offset: of the token in it.
-    address: of the token in the store. inside: False for padding."""
+    """The token at each place of some rows, all [rows, seq]. number: of its document in the plan.
+    offset: in the document. address: in the token store. inside: False for padding."""
 
     number: np.ndarray
     offset: np.ndarray

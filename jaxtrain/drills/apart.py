@@ -58,13 +58,13 @@ def isolated_runs(processes: int) -> list[IsolatedRun]:
 
 @contextmanager
 def nothing_special(folder: Path, processes: int) -> Iterator[None]:
-    """An ordinary folder."""
+    """Changes nothing: the drill runs in an ordinary folder."""
     yield
 
 
 @contextmanager
 def small_disk(folder: Path, processes: int) -> Iterator[None]:
-    """A file system in memory, at `folder` until the end of the block."""
+    """Makes `folder` a small file system in memory until the end of the block. Raises NotHere."""
     if os.geteuid() != 0:
         raise NotHere(f"a file system of its own wants root; {MAPPED} COMMAND may give it")
     folder.mkdir()
@@ -81,7 +81,7 @@ def small_disk(folder: Path, processes: int) -> Iterator[None]:
 
 @contextmanager
 def cut_network(folder: Path, processes: int) -> Iterator[Network]:
-    """A network of its own for `processes` processes."""
+    """Yields a network that `processes` processes have for themselves. Raises NotHere."""
     if reason := why_not():
         raise NotHere(reason)
     with ExitStack() as stack:

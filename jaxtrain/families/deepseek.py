@@ -18,7 +18,7 @@ import numpy as np
 from jaxtrain.families.family import (
     ACTIVATIONS,
     Family,
-    Order,
+    OrderOf,
     Tensor,
     activation_name,
     eps_of,
@@ -76,7 +76,7 @@ def _latent_order(config: DecoderConfig) -> np.ndarray:
     return np.concatenate([np.arange(a.latent), a.latent + _paired(a.rope_head_dim)])
 
 
-def _linear(name: str, leaf: str, order: Order | None = None) -> Tensor:
+def _linear(name: str, leaf: str, order: OrderOf | None = None) -> Tensor:
     return Tensor(
         f"{LAYER}self_attn.{name}.weight", (f"attention.{leaf}",), transposed=True, order=order
     )

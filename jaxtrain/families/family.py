@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Activation] = {
 """By the names of `transformers`; of several names of a function the first is written."""
 
 
-Order = Callable[[DecoderConfig], np.ndarray]
+OrderOf = Callable[[DecoderConfig], np.ndarray]
 """Returns, for each column of a tensor in our [in, out] layout, its number in our leaf."""
 
 
@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
     leaves: tuple[str, ...]
     transposed: bool = False
     mixed: bool | None = None
-    order: Order | None = None
+    order: OrderOf | None = None
 
     @property
     def of_layer(self) -> bool:
@@ -95,10 +95,10 @@ def eps_of(block: BlockConfig) -> float:
     return (block.norm or block.post_norm or RMSNorm()).eps
 
 
-Blocks = tuple[BlockConfig, ...]
+BlockConfigs = tuple[BlockConfig, ...]
 
 
-def find_period(blocks: Blocks) -> tuple[Blocks, Blocks]:
+def find_period(blocks: BlockConfigs) -> tuple[BlockConfigs, BlockConfigs]:
     """Returns `prefix` and `period` of a DecoderConfig with these layers, with as few blocks as
     possible."""
     layers = len(blocks)

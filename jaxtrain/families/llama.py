@@ -180,7 +180,8 @@ def plain_attention(block: BlockConfig) -> AttentionConfig:
 
 
 def write_llama(config: DecoderConfig, kind: str) -> dict[str, Any]:
-    """Returns the fields nearest to a config; those that all layers share from the first."""
+    """Returns the config.json of the nearest Llama: fields that all its layers share are those of
+    the model's first layer."""
     block = config.blocks[0]
     attentions = [plain_attention(block) for block in config.blocks]
     attention, mlp = attentions[0], block.mlp

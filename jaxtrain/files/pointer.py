@@ -36,7 +36,7 @@ class Pointer(NamedTuple):
 
     @property
     def marks(self) -> set[str | None]:
-        """Marks of a store that has nothing newer than RUN."""
+        """The marks that a store may have if it has no file newer than this directory's."""
         return {self.mark} if self.pending is None else {self.mark, self.pending}
 
 

@@ -104,8 +104,8 @@ def within(problem: Asked, kernel: GroupedMatmul, flops: float) -> Asked:
 
 
 def choices_of(problem: Asked) -> Choices:
-    """Returns the expert of each row: fewer and fewer choose one, and of more than two nobody the
-    second to last."""
+    """Returns an uneven choice, the expert of each row: each expert is chosen less often than the
+    one before it, and the second to last of three or more never."""
     shares = 0.5 ** (np.arange(problem.experts) * 4 / problem.experts)
     if problem.experts > 2:
         shares[-2] = 0

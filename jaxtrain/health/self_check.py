@@ -46,7 +46,7 @@ DENSE_BYTES = 2**26
 """Bytes of scores per device and layer above which `Blockwise` is the plain kernel."""
 
 Setup = tuple[Experiment, MeshSpec]
-Batches = Sequence[tuple[int, dict[str, jax.Array]]]
+NumberedBatches = Sequence[tuple[int, dict[str, jax.Array]]]
 
 
 class Aspect(NamedTuple):
@@ -121,7 +121,7 @@ class SelfCheck:
                 setup = aspect.plain(*setup)
         return assemble(*setup, self._tested.fields)
 
-    def _taken(self, assembly: Assembly, batches: Batches) -> list[tuple[float, ...]]:
+    def _taken(self, assembly: Assembly, batches: NumberedBatches) -> list[tuple[float, ...]]:
         """Metrics of each step, from a copy of the session's state."""
         session, own = self._session, assembly is self._session.assembly
         state = self._copy(session.state)
@@ -163,7 +163,7 @@ class SelfCheck:
                     deviations.append(Deviation(first + n, name, a, b, relative, most))
         return deviations
 
-    def _culprits(self, batches: Batches, safe: Sequence[tuple[float, ...]]) -> list[str]:
+    def _culprits(self, batches: NumberedBatches, safe: Sequence[tuple[float, ...]]) -> list[str]:
         """Aspects that alone make the safe configuration differ too."""
         culprits = []
         for name in self.aspects if len(self.aspects) > 1 else ():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.attention.documents import Located, ScoreInputs, document_starts, documents_of
-from jaxtrain.attention.fused import Attended, Heads, Keys, SavedAttention, attend
+from jaxtrain.attention.fused import Attended, Keys, Query, SavedAttention, attend
 from jaxtrain.attention.online_softmax import Scoring
 from jaxtrain.attention.refusal import refuse
 from jaxtrain.backends import HOPPER_SHARED_BYTES, mosaic_options, too_old_for_mosaic
@@ -55,7 +55,7 @@ class FlashAttention:
     def __post_init__(self) -> None:
         raise_violations(count("stages", self.stages))
 
-    def refusals(self, q: Heads, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
+    def refusals(self, q: Query, scoring: Scoring, *, documents: bool, between: bool) -> list[str]:
         refusals, (_, seq, _, size) = too_old_for_mosaic(), q.shape
         if q.dtype not in (jnp.bfloat16, jnp.float16):
             refusals.append(f"dtype={q.dtype} is not supported, bfloat16 and float16 are")
@@ -76,17 +76,17 @@ class FlashAttention:
             refusals.append("documents without a causal mask are not supported")
         return refusals + function_refusals(scoring.function, q.shape[2])
 
-    def __call__(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
+    def __call__(self, q: Query, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         documents = documents_of(starts) is not None
         refuse("FlashAttention", self.refusals(q, scoring, documents=documents, between=False))
         return attend(self, q, k, v, starts, scoring)
 
-    def forward(self, q: Heads, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
+    def forward(self, q: Query, k: Keys, v: Keys, starts: Located, scoring: Scoring) -> Attended:
         o, lse = run_forward(q, k, v, _inputs(starts, q), self._setting(scoring))
         axes = varying_axes(q, k, v)
         return vary(o, axes), vary(lse.swapaxes(1, 2), axes)
 
-    def backward(self, saved: SavedAttention, do: Heads, scoring: Scoring) -> tuple[jax.Array, ...]:
+    def backward(self, saved: SavedAttention, do: Query, scoring: Scoring) -> tuple[jax.Array, ...]:
         q, k, v, starts, o, lse = saved
         delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
         lse, delta = (x.swapaxes(1, 2) for x in (lse, delta))
@@ -104,7 +104,7 @@ class FlashAttention:
         return KernelSetting(scoring, self.stages, options)
 
 
-def _inputs(located: Located, q: Heads) -> RowInputs:
+def _inputs(located: Located, q: Query) -> RowInputs:
     """Raises ValueError for heads with several values."""
     documents = documents_of(located)
     assert not isinstance(documents, tuple), "it takes the documents of queries for those of keys"

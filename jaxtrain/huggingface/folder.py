@@ -29,7 +29,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 READERS = 32
 """Requests for headers and rows that are under way together."""
 
-Box = tuple[tuple[int, int], ...]
+TensorBox = tuple[tuple[int, int], ...]
 """(start, stop) along each dim."""
 
 
@@ -88,7 +88,7 @@ class Folder:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def read(self, name: str, box: Box) -> np.ndarray:
+    def read(self, name: str, box: TensorBox) -> np.ndarray:
         """Returns a copy of part `box` of a tensor in the file's dtype, and reads no other bytes of
         a file that is here. Raises StoreFailed."""
         info = self.tensors[name]
@@ -121,7 +121,7 @@ class Folder:
             raise unreadable(self.place, error) from error
         return rows
 
-    def _row(self, name: str, box: Box) -> bytes:
+    def _row(self, name: str, box: TensorBox) -> bytes:
         info = self.tensors[name]
         if info.file not in self._remote:
             return self.read(name, box).tobytes()
@@ -196,7 +196,7 @@ class Folder:
         return self._stack.enter_context(safe_open(path, framework="np"))
 
 
-def _row_boxes(info: TensorInfo) -> list[Box]:
+def _row_boxes(info: TensorInfo) -> list[TensorBox]:
     """Returns the first, the middle and the last row of a tensor of floats; [] of another."""
     if info.dtype not in FLOATS or not info.shape or 0 in info.shape:
         return []

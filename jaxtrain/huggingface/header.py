@@ -26,7 +26,7 @@ WIDTHS = {
 
 
 class HeaderEntry(NamedTuple):
-    """start, stop: of its bytes in the file."""
+    """A tensor of a safetensors file. start, stop: of its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]

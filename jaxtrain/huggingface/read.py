@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.families.family import Family
 from jaxtrain.files.opened import FolderOrPath, open_folder
 from jaxtrain.huggingface.config import family_of
-from jaxtrain.huggingface.folder import FLOATS, Box, Folder
+from jaxtrain.huggingface.folder import FLOATS, Folder, TensorBox
 from jaxtrain.huggingface.layout import (
     LeafShape,
     StoredTensor,
@@ -210,7 +210,7 @@ class LeafReader:
             spec.shape, sharding, shards, dtype=spec.dtype
         )
 
-    def shard(self, path: str, box: Box, dtype: Any) -> np.ndarray:
+    def shard(self, path: str, box: TensorBox, dtype: Any) -> np.ndarray:
         """Returns part `box` of a leaf, zero where no tensor overlaps."""
         out = np.zeros([stop - start for start, stop in box], dtype)
         for tensor, index, tensor_box in self.overlaps(path, box):
@@ -223,7 +223,7 @@ class LeafReader:
             out[index] = np.swapaxes(values, -1, -2) if tensor.transposed else values
         return out
 
-    def reordered(self, tensor: StoredTensor, box: Box) -> np.ndarray:
+    def reordered(self, tensor: StoredTensor, box: TensorBox) -> np.ndarray:
         """Returns part `box` of a tensor whose columns are in another order than ours. Reads all
         columns between the first and the last of them."""
         assert tensor.order is not None, "a tensor with an order"
@@ -234,7 +234,7 @@ class LeafReader:
         values = np.swapaxes(values, -1, -2) if tensor.transposed else values
         return values[..., columns - first]
 
-    def compare(self, name: str, values: np.ndarray, box: Box) -> None:
+    def compare(self, name: str, values: np.ndarray, box: TensorBox) -> None:
         """Raises ValueError if two tied tables differ: `transformers` then unties them, whatever
         config.json says."""
         if not np.array_equal(values, self.files.read(str(self.copy), box)):
@@ -243,7 +243,9 @@ class LeafReader:
                 "they are tied; set tie_word_embeddings to false there"
             )
 
-    def overlaps(self, path: str, box: Box) -> Iterator[tuple[StoredTensor, tuple[Any, ...], Box]]:
+    def overlaps(
+        self, path: str, box: TensorBox
+    ) -> Iterator[tuple[StoredTensor, tuple[Any, ...], TensorBox]]:
         """Yields the tensors that overlap `box`: (tensor, index within `box`, box of the tensor in
         our [in, out] layout)."""
         for tensor, piece in self.parts[path]:
@@ -259,5 +261,5 @@ class LeafReader:
             yield tensor, target, (*part, (a + piece.offset, b + piece.offset))
 
 
-def _as_stored(tensor: StoredTensor, box: Box) -> Box:
+def _as_stored(tensor: StoredTensor, box: TensorBox) -> TensorBox:
     return transpose_last(box) if tensor.transposed else box

@@ -23,7 +23,7 @@ from jaxtrain.collectives.vary import Index
 from jaxtrain.nn.communicator import Communicator
 
 Carry = TypeVar("Carry")
-Chunk = tuple[jax.Array, ...]
+ChunkArrays = tuple[jax.Array, ...]
 """A chunk of tokens: the head's input, targets and weights."""
 
 MASKED = -1e30
@@ -59,7 +59,7 @@ class LossSums(NamedTuple):
     others: dict[str, jax.Array] = {}  # noqa: RUF012 (never changed)
 
 
-Sums = tuple[Float32[Array, "..."], Float32[Array, "vocab embed"] | None]
+ChunkSums = tuple[Float32[Array, "..."], Float32[Array, "vocab embed"] | None]
 """Sums of the loss, and of the head's gradient unless it is frozen."""
 
 
@@ -208,7 +208,7 @@ def _cross_entropy(
     comm, n = static.comm, static.chunks
     x = comm.all_tokens(x)
 
-    def step(total: jax.Array, chunk: Chunk) -> tuple[jax.Array, None]:
+    def step(total: jax.Array, chunk: ChunkArrays) -> tuple[jax.Array, None]:
         x, targets, weights = chunk
         return total + _chunk(static, _logits_of(static, x, head, targets), weights)[0], None
 
@@ -240,7 +240,7 @@ def token_losses(
         of_chunk = _logits_of(static, x, head, targets)
         return TokenLosses(of_chunk.losses, of_chunk.correct, of_chunk)
 
-    def step(none: tuple[()], chunk: Chunk) -> tuple[tuple[()], tuple[jax.Array, jax.Array]]:
+    def step(none: tuple[()], chunk: ChunkArrays) -> tuple[tuple[()], tuple[jax.Array, jax.Array]]:
         of_chunk = _logits_of(static, chunk[0], head, chunk[1])
         return none, (of_chunk.losses, of_chunk.correct)
 
@@ -254,7 +254,7 @@ def _start(static: LossSettings, zero: Float32[Array, ""]) -> Float32[Array, ...
 
 
 def _loop(
-    step: Callable[[Carry, Chunk], tuple[Carry, PyTree]], carry: Carry, parts: Chunk
+    step: Callable[[Carry, ChunkArrays], tuple[Carry, PyTree]], carry: Carry, parts: ChunkArrays
 ) -> tuple[Carry, PyTree]:
     """Runs a scan, or its body alone for a single chunk: XLA sees no loop then."""
     if len(parts[0]) > 1:
@@ -287,7 +287,7 @@ def loss_and_gradients(
     comm, n, dtype = static.comm, static.chunks, head.dtype
     lift = _lift(dtype, weights, static.config)
 
-    def step(carry: Sums, chunk: Chunk) -> tuple[Sums, tuple[jax.Array, jax.Array]]:
+    def step(carry: ChunkSums, chunk: ChunkArrays) -> tuple[ChunkSums, tuple[jax.Array, jax.Array]]:
         total, dhead = carry
         x, targets, weights = chunk
         of_this = of_chunk or _logits_of(static, x, head, targets)

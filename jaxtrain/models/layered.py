@@ -31,7 +31,7 @@ from jaxtrain.nn.param import named_key, normal
 from jaxtrain.nn.remat import named_input, remat
 from jaxtrain.nn.stack import Body, LayerLoop, Layers, Stream
 
-Tables = Mapping[str, jax.Array]
+TableMap = Mapping[str, jax.Array]
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ class Model(Protocol):
         ...
 
     def enter(
-        self, tables: Tables, batch: Arrays, context: PyTree, comm: Communicator, loop: LayerLoop
+        self, tables: TableMap, batch: Arrays, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> Stream:
         """Returns the stack's input, [tokens share, embed], or a dict of the members that the
         description's `stream` names. tables: from `gather_lookups`."""
@@ -70,7 +70,7 @@ class Model(Protocol):
 
     def leave(
         self,
-        tables: Tables,
+        tables: TableMap,
         x: Stream,
         batch: Arrays,
         context: PyTree,
@@ -125,13 +125,13 @@ class LayeredModel(nnx.Module):
         raise NotImplementedError
 
     def enter(
-        self, tables: Tables, batch: Arrays, context: PyTree, comm: Communicator, loop: LayerLoop
+        self, tables: TableMap, batch: Arrays, context: PyTree, comm: Communicator, loop: LayerLoop
     ) -> Stream:
         raise NotImplementedError
 
     def leave(
         self,
-        tables: Tables,
+        tables: TableMap,
         x: Stream,
         batch: Arrays,
         context: PyTree,
@@ -146,7 +146,7 @@ class LayeredModel(nnx.Module):
         """Runs one layer on x, the residual stream; `layer` is its number in natural order."""
         return block(x, context, comm, layer=layer)
 
-    def gather_lookups(self, comm: Communicator, batch: Arrays) -> tuple[Tables, Arrays]:
+    def gather_lookups(self, comm: Communicator, batch: Arrays) -> tuple[TableMap, Arrays]:
         """Returns the gathered lookup tables and the batch: here the one table `lookup`, for the
         batch's `tokens`."""
         table, ids = self.gather_param(comm, self.lookup, batch[self.tokens])
@@ -167,7 +167,7 @@ class LayeredModel(nnx.Module):
 
     def run_to_leave(
         self, batch: Arrays, key: jax.Array | None, comm: Communicator, loop: LayerLoop
-    ) -> tuple[Tables, Stream, Arrays, Any]:
+    ) -> tuple[TableMap, Stream, Arrays, Any]:
         """Returns the first four arguments of `leave`: gathered tables, the stack's output, the
         batch and its context."""
         tables, batch = self.gather_lookups(comm, batch)
@@ -185,7 +185,7 @@ class LayeredModel(nnx.Module):
 
     def run_period(
         self, x: Stream, context: PyTree, comm: Communicator, loop: LayerLoop
-    ) -> tuple[Stream, Tables]:
+    ) -> tuple[Stream, TableMap]:
         """Returns x after all layers of the stack; and `used_next`, gathered during the last layer,
         if permutes of weights are tied to products."""
         name, tied = self.used_next, comm.tied_flops_per_byte is not None

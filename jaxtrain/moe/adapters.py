@@ -17,7 +17,7 @@ from jaxtrain.moe.grouped import Asked, GroupedMatmul, Owners, RowProducts, Rows
 
 Pair = tuple[jax.Array, jax.Array]
 """A [experts, n, rank] and B [experts, rank, m]; of one matrix without the first dim."""
-Pairs = tuple[Pair | None, ...]
+AdapterPairs = tuple[Pair | None, ...]
 """Of each of several matrices, None of one without; () where none has any."""
 
 
@@ -25,13 +25,13 @@ def with_changes(
     kernel: GroupedMatmul,
     rows: Rows,
     products: Sequence[RowProducts],
-    pairs: Pairs,
+    pairs: AdapterPairs,
     scale: float,
     owners: Owners,
 ) -> tuple[RowProducts, ...]:
-    """Returns the products of rows with experts' matrices, each with its adapter's change added.
-    products: without the changes. kernel: of the matrices; it multiplies by A and B too, or
-    `BlockLoop` does for sizes that the kernel refuses."""
+    """Returns the products of rows with experts' matrices, with what adapters of LoRA add to each.
+    products: of the matrices alone. kernel: that of the matrices; it multiplies by A and B too, or
+    `BlockLoop` does where it refuses their sizes."""
 
     def changed(y: RowProducts, pair: Pair | None) -> RowProducts:
         if pair is None:
@@ -45,16 +45,16 @@ def with_changes(
 
 
 def products_with_changes(
-    x: Float[Array, "tokens n"], weights: Sequence[jax.Array], pairs: Pairs, scale: float
+    x: Float[Array, "tokens n"], weights: Sequence[jax.Array], pairs: AdapterPairs, scale: float
 ) -> list[jax.Array]:
-    """x times matrices [n, m], and what their adapters add."""
+    """Returns the products of x with matrices [n, m], with what their adapters add."""
     return [
         x @ w if pair is None else x @ w + ((x @ pair[0]) * scale) @ pair[1]
         for w, pair in zip(weights, _each(pairs, weights), strict=True)
     ]
 
 
-def _each(pairs: Pairs, products: Sequence[object]) -> Pairs:
+def _each(pairs: AdapterPairs, products: Sequence[object]) -> AdapterPairs:
     return pairs or (None,) * len(products)
 
 

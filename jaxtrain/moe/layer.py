@@ -24,7 +24,7 @@ from jaxtrain.collectives.exchange import ALONE, Exchange
 from jaxtrain.collectives.vary import varying_axes
 from jaxtrain.mesh.axes import MeshAxes
 from jaxtrain.moe.across import Route, Trip, experts_of_rows, pinned
-from jaxtrain.moe.adapters import Pair, Pairs, products_with_changes, with_changes
+from jaxtrain.moe.adapters import AdapterPairs, Pair, products_with_changes, with_changes
 from jaxtrain.moe.grouped import Asked, GroupedMatmul, Owners
 from jaxtrain.moe.interleaved import Interleaved
 from jaxtrain.moe.kernels import PlatformGroupedMatmul, settled
@@ -58,9 +58,9 @@ class ExpertLeaves(NamedTuple):
     replay: jax.Array | None = None
     shared: tuple[jax.Array, ...] = ()
     shared_router: jax.Array | None = None
-    adapters: Pairs = ()
+    adapters: AdapterPairs = ()
     router_adapter: Pair | None = None
-    shared_adapters: Pairs = ()
+    shared_adapters: AdapterPairs = ()
 
     def splits(self, hidden: MeshAxes, experts: MeshAxes = ()) -> ExpertLeaves:
         """Returns the mesh axes of each leaf's dims, for these axes of the hidden dim and of

@@ -60,8 +60,8 @@ def grouped_matmuls(
 
 
 def with_own_scales(weight: ExpertMatrices, axes: MeshAxes) -> ExpertMatrices:
-    """Matrices of a device's experts, whose leaf of delayed scales has those of all that `axes`
-    split, with its own."""
+    """Returns the matrices of a device's experts with the delayed scales of these experts alone:
+    the leaf of scales is not split over `axes`, as the matrices are."""
     if not isinstance(weight, QuantizedWeight) or weight.scales is None:
         return weight
     return replace(weight, scales=own_tables(weight.scales, weight.shape[0], axes))

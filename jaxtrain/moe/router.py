@@ -184,12 +184,12 @@ class Capacity:
         return positive("factor", self.factor) + count("routing_group", self.routing_group)
 
     def rows(self, experts: int, k: int) -> int:
-        """Tokens that an expert takes of a group."""
+        """Returns the most tokens of a group that one expert takes."""
         even = self.factor * self.routing_group * k / experts
         return min(max(-int(-even // 1), 1), self.routing_group)
 
     def of_group(self, experts: int, k: int) -> tuple[int, int]:
-        """Tokens of a group, and those of them that an expert takes."""
+        """Returns the tokens of a group, and the most of them that one expert takes."""
         return self.routing_group, self.rows(experts, k)
 
     def fits(

@@ -51,7 +51,7 @@ from jaxtrain.quantization.weights import (
 Carry = TypeVar("Carry")
 
 
-Shape = jax.ShapeDtypeStruct
+AbstractArray = jax.ShapeDtypeStruct
 
 
 class Product(NamedTuple):
@@ -84,7 +84,7 @@ class Tapped:
     def __init__(self, comm: Communicator, names: dict[int, str], taps: Taps | None = None) -> None:
         self._comm, self._names, self._taps = comm, names, taps
         self.inputs: dict[Product, jax.Array] = {}
-        self.shapes: list[tuple[Product, Shape, tuple[Shape, ...], bool]] = []
+        self.shapes: list[tuple[Product, AbstractArray, tuple[AbstractArray, ...], bool]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
@@ -226,10 +226,10 @@ class SplitLayers:
             if all(used.count(name) == 1 for name in product.weights)
         }
 
-    def _zero(self, like: Shape) -> jax.Array:
+    def _zero(self, like: AbstractArray) -> jax.Array:
         return self.vary(jnp.zeros(like.shape, like.dtype))
 
-    def _operands_of(self, x: Shape, ys: Sequence[Shape]) -> tuple[Operands, ...]:
+    def _operands_of(self, x: AbstractArray, ys: Sequence[AbstractArray]) -> tuple[Operands, ...]:
         """Returns zeros in the shapes of those of a product's weights."""
         scales = self.vary(jnp.zeros(2, jnp.float32))
         return tuple(Operands(self._zero(x), self._zero(y), scales) for y in ys)
@@ -261,8 +261,8 @@ class SplitLayers:
         return carry, out
 
 
-def _shape(x: jax.Array) -> Shape:
-    return Shape(x.shape, x.dtype)
+def _shape(x: jax.Array) -> AbstractArray:
+    return AbstractArray(x.shape, x.dtype)
 
 
 def identity(weight: Any) -> int:

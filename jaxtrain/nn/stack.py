@@ -27,7 +27,7 @@ from jaxtrain.nn.tiles import TiledProducts
 from jaxtrain.overlap.alongside import Call, alongside
 from jaxtrain.quantization.weights import Weights, differentiated, standing_for
 
-Gradients = dict[str, jax.Array | None]
+LeafGradients = dict[str, jax.Array | None]
 """Gradients of parameters, None for frozen ones."""
 Stream = PyTree[Float[Array, "tokens _"]]
 """The residual stream, or its cotangent: this device's share. An array [tokens, embed], or a dict
@@ -221,11 +221,11 @@ class Saved:
 Made = tuple[Arrays, Arrays]
 """Gradients of a layer's weights: those still to be scattered, and those in tiles already."""
 
-Kept = tuple[Saved, Weights | None]
+LayerSave = tuple[Saved, Weights | None]
 """A layer's residuals, and its weights unless the backward pass fetches them again."""
 
 LayerResiduals = tuple[Arrays, PyTree, PyTree, Arrays]
-"""Parameters, extras, what layers keep (a list of `Kept`, or stacked; with prefetch the last
+"""Parameters, extras, what layers keep (a list of `LayerSave`, or stacked; with prefetch the last
 layer's is separate), and the tables."""
 
 
@@ -244,7 +244,9 @@ def _forward(
     once. With many microbatches in flight it would keep as many layers' weights."""
     loop, layers, keep = stack.loop, depth(params), not stack.loop.reshard_after_forward
 
-    def forward(x: Stream, weights: Weights, extras: PyTree, layer: Index) -> tuple[Stream, Kept]:
+    def forward(
+        x: Stream, weights: Weights, extras: PyTree, layer: Index
+    ) -> tuple[Stream, LayerSave]:
         y, saved = _forward_with_residuals(stack, weights, x, extras, layer)
         return y, (saved, weights if keep else None)
 
@@ -252,11 +254,13 @@ def _forward(
         shards, x = pinned_slice(params, layer, x)
         return stack.fetch(shards), x
 
-    def step(x: Stream, layer: Index) -> tuple[Stream, Kept]:
+    def step(x: Stream, layer: Index) -> tuple[Stream, LayerSave]:
         weights, x = fetched(layer, x)
         return forward(x, weights, extras, layer)
 
-    def ahead(carry: tuple[Stream, Weights], layer: Index) -> tuple[tuple[Stream, Weights], Kept]:
+    def ahead(
+        carry: tuple[Stream, Weights], layer: Index
+    ) -> tuple[tuple[Stream, Weights], LayerSave]:
         x, weights = carry
         shards, x = pinned_slice(params, layer + 1, x)
         compute = (forward, (x, weights, extras, layer))
@@ -291,7 +295,7 @@ def _backward(
         return _backward_prefetched(stack, residuals, dy, dtables)
     params, extras, out, tables = residuals
 
-    def step(dx: Stream, saved_layer: tuple[Index, Kept]) -> tuple[Stream, Arrays]:
+    def step(dx: Stream, saved_layer: tuple[Index, LayerSave]) -> tuple[Stream, Arrays]:
         layer, (saved, weights) = saved_layer
         if weights is None:
             shards, dx = pinned_slice(params, layer, dx)
@@ -373,7 +377,7 @@ def like(grads: Arrays, params: Arrays) -> Arrays:
 
 def _run_backward(
     stack: Layers, residuals: LayerResiduals, cotangents: tuple[Stream, Weights]
-) -> tuple[Gradients, Stream, None, Gradients]:
+) -> tuple[LeafGradients, Stream, None, LeafGradients]:
     grads, dx, of_tables = _backward(stack, residuals, *cotangents)
     params, _, _, tables = residuals
     return {k: grads.get(k) for k in params}, dx, None, {k: of_tables.get(k) for k in tables}

@@ -181,12 +181,12 @@ def operations(block: Block) -> Iterator[Operation]:
 
 
 def attention_of(operation: Operation) -> AttentionCall | None:
-    """Returns the operation if it is one that the kernels of `jaxtrain.attention` compute."""
+    """Returns the operation if kernels of `jaxtrain.attention` compute it, else None."""
     return operation if isinstance(operation, AttentionCall) else None
 
 
 def mixture_of(operation: Operation) -> ExpertCall | None:
-    """Returns the operation if it is one that the kernels of `jaxtrain.moe` multiply for."""
+    """Returns the operation if kernels of `jaxtrain.moe` compute its products, else None."""
     return operation if isinstance(operation, ExpertCall) else None
 
 

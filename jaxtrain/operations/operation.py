@@ -56,6 +56,7 @@ class Operation(ABC):
 
     @property
     def narrowed(self) -> Mapping[str, int]:
-        """Leaves that are in 8 bits if layers multiply so, with their numbers of scales."""
+        """The leaves that are in 8 bits where layers multiply in 8 bits -> their number of
+        scales."""
         nodes = self.nodes(0, 1)
         return {weight.leaf: 1 for node in nodes if node.deferred for weight, _ in node.products}

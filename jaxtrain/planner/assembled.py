@@ -200,7 +200,8 @@ def _pipeline_facts(assembly: Assembly) -> PipelineFacts:
     _, buffers = training(assembly.on_stages.schedule, keep_residuals=_keeps_residuals(assembly))
 
     def ticks(kind: str, received: np.ndarray | None = None) -> int:
-        """Ticks of that kind; with `received`, only those of loops in which a stage receives."""
+        """Returns the number of ticks of loops with a pass of that kind. received: counts only
+        loops in which some stage receives."""
         return sum(
             loop.stop - loop.start
             for loop in loops

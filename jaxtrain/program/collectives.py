@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jaxtrain.program.groups import Groups, connected, replica_groups
+from jaxtrain.program.groups import DeviceGroups, connected, replica_groups
 from jaxtrain.program.matmul import is_gemm, matmul_flops
 from jaxtrain.program.text import Computation, Instruction, Module, Shape, parse
 from jaxtrain.program.totals import fold
@@ -87,7 +87,7 @@ class Collective:
     buffer_bytes: int
     wire_bytes: float
     group_size: int
-    groups: Groups
+    groups: DeviceGroups
     count: int
     arrays: int
     is_async: bool
@@ -198,7 +198,7 @@ def _starts_chain(instruction: Instruction) -> bool:
     return "AsyncCollectiveStart" in instruction.attributes.get("custom_call_target", "")
 
 
-def _groups(module: Module, kind: str, attributes: dict[str, str]) -> Groups:
+def _groups(module: Module, kind: str, attributes: dict[str, str]) -> DeviceGroups:
     if kind == "collective-permute":
         stated = attributes.get("source_target_pairs") or attributes["frontend_attributes"]
         pairs = re.findall(r"\{(\d+),(\d+)\}", stated)

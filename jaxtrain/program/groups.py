@@ -6,14 +6,14 @@ import re
 
 import numpy as np
 
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 
 _IOTA = re.compile(r"(?:\[([\d,]+)\])?<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(.*?)\](?:, ?device_ids=\((.*?)\))? ?\{(.*)\}$")
 _UNKNOWN = "replica_groups={!r} is in no form known here: list, iota or mesh axes"
 
 
-def replica_groups(text: str) -> Groups:
+def replica_groups(text: str) -> DeviceGroups:
     """Groups of device positions, in the order stated; `()` for `{}`, which means one group of all.
 
     Three forms: `{{0,1},{2,3}}`; iota `[2,4]<=[4,2]T(1,0)`; mesh axes `mesh['a'=2,'b'=4] {'b'}`
@@ -29,7 +29,7 @@ def replica_groups(text: str) -> Groups:
     raise ValueError(_UNKNOWN.format(text))
 
 
-def connected(pairs: list[tuple[int, int]]) -> Groups:
+def connected(pairs: list[tuple[int, int]]) -> DeviceGroups:
     """The groups of devices that the pairs of a collective-permute connect, sorted."""
     group_of: dict[int, frozenset[int]] = {}
     for source, target in pairs:
@@ -39,7 +39,7 @@ def connected(pairs: list[tuple[int, int]]) -> Groups:
     return tuple(sorted(tuple(sorted(group)) for group in set(group_of.values())))
 
 
-def _tuples(groups: np.ndarray) -> Groups:
+def _tuples(groups: np.ndarray) -> DeviceGroups:
     return tuple(tuple(int(device) for device in group) for group in groups)
 
 
@@ -65,7 +65,7 @@ def _device_ids(text: str) -> np.ndarray:
     return (_iota(text) if "<=" in text else np.array(_numbers(text))).reshape(-1)
 
 
-def _mesh_groups(text: str) -> Groups:
+def _mesh_groups(text: str) -> DeviceGroups:
     match = _MESH.fullmatch(text)
     if match is None:
         raise ValueError(_UNKNOWN.format(text))

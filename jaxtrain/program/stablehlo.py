@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxtrain.program.collectives import SENT, Collective, ragged_buffer
-from jaxtrain.program.groups import Groups, connected, replica_groups
+from jaxtrain.program.groups import DeviceGroups, connected, replica_groups
 from jaxtrain.program.text import Shape
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _collectives(op: ir.Operation, named: Mapping[str, ir.Operation]) -> Iterato
         )
 
 
-def _groups(op: ir.Operation, kind: str, named: Mapping[str, ir.Operation]) -> Groups:
+def _groups(op: ir.Operation, kind: str, named: Mapping[str, ir.Operation]) -> DeviceGroups:
     if kind == "collective-permute":
         pairs = np.asarray(op.attributes["source_target_pairs"]).tolist()
         return connected([(source, target) for source, target in pairs])

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from jaxtrain.program.loops import trip_count
 from jaxtrain.program.text import Computation, Instruction, Module, calls
-from jaxtrain.program.values import Scope, Turn
+from jaxtrain.program.values import LoopTurn, Scope
 
 _T = TypeVar("_T")
 
@@ -49,7 +49,7 @@ class _Fold(Generic[_T]):
     def entry(self) -> _T:
         return self._total(Scope(self._module, self._module.entry), [None])
 
-    def _total(self, scope: Scope, turns: Sequence[Turn]) -> _T:
+    def _total(self, scope: Scope, turns: Sequence[LoopTurn]) -> _T:
         """Total of a computation, over these turns of the loop around it."""
         name = scope.body.name
         if self._branches(name):
@@ -73,7 +73,7 @@ class _Fold(Generic[_T]):
             )
         return self._branching[name]
 
-    def _parts(self, scope: Scope, instruction: Instruction, turns: Sequence[Turn]) -> list[_T]:
+    def _parts(self, scope: Scope, instruction: Instruction, turns: Sequence[LoopTurn]) -> list[_T]:
         parts = [self._times(self._own(scope.body, instruction), len(turns))]
         if instruction.opcode == "conditional":
             return [*parts, *self._branch_parts(scope, instruction, turns)]
@@ -87,12 +87,12 @@ class _Fold(Generic[_T]):
         called = [name for group in calls(instruction) for name in group]
         return [*parts, *(self._total(scope.called(instruction, name), turns) for name in called)]
 
-    def _turn(self, scope: Scope, loop: Instruction, turns: Sequence[Turn]) -> _T:
+    def _turn(self, scope: Scope, loop: Instruction, turns: Sequence[LoopTurn]) -> _T:
         condition = Scope(self._module, loop.names("condition")[0])
         return self._add([self._total(condition, turns), self._total(scope.looped(loop), turns)])
 
     def _branch_parts(
-        self, scope: Scope, instruction: Instruction, turns: Sequence[Turn]
+        self, scope: Scope, instruction: Instruction, turns: Sequence[LoopTurn]
     ) -> list[_T]:
         """Parts of a conditional's branches."""
         (group,) = calls(instruction)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtrain.program.loops import trip_count
 from jaxtrain.program.text import Instruction, Module, Shape, calls
 
-Turn = int | None
+LoopTurn = int | None
 """Turn of the innermost loop around a computation; None: any turn, for values equal in all."""
 Value = Any
 """An integer or boolean array; for a tuple, a function from index to value; None: unknown."""
@@ -58,10 +58,13 @@ class Scope:
     """A computation at a call site. arguments: (number of a parameter, turn) -> its value."""
 
     def __init__(
-        self, module: Module, name: str, arguments: Callable[[int, Turn], Value] = lambda *_: None
+        self,
+        module: Module,
+        name: str,
+        arguments: Callable[[int, LoopTurn], Value] = lambda *_: None,
     ) -> None:
         self.module, self.body, self._arguments = module, module.computations[name], arguments
-        self._values: dict[tuple[str, Turn], Value] = {}
+        self._values: dict[tuple[str, LoopTurn], Value] = {}
 
     def called(self, site: Instruction, name: str) -> Scope:
         """The computation `name`, as the call or fusion `site` runs it."""
@@ -77,7 +80,7 @@ class Scope:
         """The body of the `while` `site`; its turns then count."""
         return _WhileLoop(self, site).scope
 
-    def chosen(self, site: Instruction, turn: Turn) -> int | None:
+    def chosen(self, site: Instruction, turn: LoopTurn) -> int | None:
         """Index of the branch that a conditional takes in `turn`; None if unknown."""
         value = self.value(site.operands[0], turn)
         if value is None:
@@ -88,13 +91,13 @@ class Scope:
         index = int(value.item())
         return index if 0 <= index < branches else branches - 1
 
-    def value(self, name: str, turn: Turn) -> Value:
+    def value(self, name: str, turn: LoopTurn) -> Value:
         """Value of an instruction of this computation."""
         if (name, turn) not in self._values:
             self._values[name, turn] = self._evaluate(self.body.instructions[name], turn)
         return self._values[name, turn]
 
-    def _evaluate(self, instruction: Instruction, turn: Turn) -> Value:
+    def _evaluate(self, instruction: Instruction, turn: LoopTurn) -> Value:
         if instruction.opcode == "tuple":
             return lambda i: self.value(instruction.operands[i], turn)
         if instruction.opcode == "parameter":
@@ -131,10 +134,10 @@ class _WhileLoop:
         self._states: dict[int, list[Value]] = {}
         self.scope = Scope(caller.module, site.names("body")[0], lambda _, turn: self._state(turn))
 
-    def _state(self, turn: Turn) -> Value:
+    def _state(self, turn: LoopTurn) -> Value:
         return lambda i: self._entry(i, None) if self._stays(i) else self._at(i, turn)
 
-    def after(self, outer: Turn) -> Value:
+    def after(self, outer: LoopTurn) -> Value:
         """The state after the loop, in turn `outer` of a loop around it."""
 
         def element(i: int) -> Value:
@@ -147,7 +150,7 @@ class _WhileLoop:
 
         return element
 
-    def _entry(self, i: int, outer: Turn) -> Value:
+    def _entry(self, i: int, outer: LoopTurn) -> Value:
         return _element(self._caller.value(self._site.operands[0], outer), i)
 
     def _stays(self, i: int) -> bool:
@@ -161,7 +164,7 @@ class _WhileLoop:
         passed_on = source.opcode == "get-tuple-element" and int(source.attributes["index"]) == i
         return passed_on and body.instructions[source.operands[0]].opcode == "parameter"
 
-    def _at(self, i: int, turn: Turn) -> Value:
+    def _at(self, i: int, turn: LoopTurn) -> Value:
         """Element `i` in `turn`, evaluated turn by turn; earlier turns are cached. Of an outer loop
         only values that are equal in all its turns are known."""
         if turn is None:

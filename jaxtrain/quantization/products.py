@@ -349,16 +349,14 @@ def _row_backward(
 ) -> tuple[Float[Array, "all_tokens k"], QuantizedWeight, Factors | None]:
     x, of_x, z, (weight, adapter) = saved
     (narrow,), (of_scales,) = _output_gradients(ways, [weight], [dy], of_x)
-    transposed = [_transposed(weight.value)]
-    if adapter is None:
-        (dx,), tokens = _gathered(ways, narrow, transposed)
-        dys = narrow if _is_later(weight) else Scaled(tokens, narrow.scale)
-        return dx, _gradient(weight, x, dys, of_scales), None
-    a, b = adapter
-    (dx, dz), tokens = _gathered(ways, narrow, [*transposed, _transposed(_wide(b))])
-    dys, dz = Scaled(tokens, narrow.scale), _wide((dz * adapter_scale).astype(b.dtype))
-    dx = (dx + product(dz.numbers, _transposed(_wide(a)))).astype(dx.dtype)
-    gradients = _gradient(a, x, dz), _gradient(b, _wide(z), dys)
+    b_transposed = [] if adapter is None else [_transposed(_wide(adapter[1]))]
+    (dx, *dzs), tokens = _gathered(ways, narrow, [_transposed(weight.value), *b_transposed])
+    dys, gradients = Scaled(tokens, narrow.scale), None
+    if adapter is not None:
+        a, b = adapter
+        dz = _wide((dzs[0] * adapter_scale).astype(b.dtype))
+        dx = (dx + product(dz.numbers, _transposed(_wide(a)))).astype(dx.dtype)
+        gradients = _gradient(a, x, dz), _gradient(b, _wide(z), dys)
     dys = narrow if _is_later(weight) else dys
     return dx, _gradient(weight, x, dys, of_scales), gradients
 

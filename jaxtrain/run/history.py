@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.reprs import aligned
 
-Line = dict[str, Any]
+MetricsLine = dict[str, Any]
 
 LINES = 10_000
 """Most lines kept: about 10 MB."""
@@ -18,7 +18,7 @@ ENDS = 3
 """Lines that a table shows of the beginning, and of the end."""
 
 
-class MetricsTable(list[Line]):
+class MetricsTable(list[MetricsLine]):
     """Metrics, a dict for each step; printed as a table of the first and the last steps."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -31,7 +31,7 @@ class MetricsTable(list[Line]):
         index = COLUMNS.index("eval_loss") + 1
         columns = (*COLUMNS[:index], *sorted(named), *COLUMNS[index:])
         columns = [name for name in columns if any(name in line for line in self)]
-        shown: list[Line | None] = list(self)
+        shown: list[MetricsLine | None] = list(self)
         if len(self) > 2 * ENDS + 1:
             shown = [*self[:ENDS], None, *self[-ENDS:]]
         return [
@@ -62,7 +62,7 @@ class MetricsTable(list[Line]):
         return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _cell(line: Line | None, name: str) -> str:
+def _cell(line: MetricsLine | None, name: str) -> str:
     """Returns a metric as text: "..." for lines that are left out, "" for one that a step lacks."""
     if line is None:
         return "..."
@@ -79,7 +79,7 @@ class History:
         self.lines = MetricsTable()
         self._most, self._every = max(most, 3), 1
 
-    def add(self, line: Line) -> None:
+    def add(self, line: MetricsLine) -> None:
         if self.lines and not self._on_grid(self.lines[-1]):
             self.lines.pop()  # it was kept only as the last
         self.lines.append(line)
@@ -99,5 +99,5 @@ class History:
         self.lines[:] = [line for line in self.lines if line["step"] <= step]
         self._every = self._every if self.lines else 1
 
-    def _on_grid(self, line: Line) -> bool:
+    def _on_grid(self, line: MetricsLine) -> bool:
         return (line["step"] - self.lines[0]["step"]) % self._every == 0

@@ -139,7 +139,7 @@ def _with_settings(experiment: Experiment | str | Path, settings: list[str] | No
 def _checkpoints(
     stack: ExitStack, run: Path | None, experiment: Experiment, spec: MeshSpec
 ) -> Checkpoints | None:
-    """Does `checkpoints_of`; the stack closes them."""
+    """Returns the checkpoints of a run as `checkpoints_of`; the stack closes them."""
     saves = checkpoints_of(run, experiment, spec)
     return None if saves is None else stack.enter_context(saves)
 

@@ -134,7 +134,7 @@ class CheckReport(PrintedReport):
         }
 
     def _fuller(self) -> str:
-        """Suggestion of more microbatches for a pipeline with a large bubble; else empty."""
+        """Returns a suggestion of more microbatches for a pipeline with a large bubble, else ""."""
         schedule = self.assembly.on_stages.schedule
         if bubble(schedule) < MUCH or self.assembly.experiment.execution.pipeline.of_file:
             return ""

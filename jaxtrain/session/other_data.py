@@ -19,7 +19,7 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True)
 class OneSplit:
-    """Data of which one split takes the place of all."""
+    """Data that opens the same split whichever is asked for."""
 
     data: Any
     split: str

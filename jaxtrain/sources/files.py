@@ -218,8 +218,8 @@ def kind(path: str) -> str:
 def split_files(
     patterns: tuple[str, ...], apart: tuple[str, ...], split: str, suffixes: tuple[str, ...] = ()
 ) -> list[Piece]:
-    """Sorted files of a split: `apart` are held out, where there are any. ValueError as
-    `matching_files` raises it, for all patterns at once."""
+    """Returns the files of a split, sorted. apart: patterns of the files that are held out; () for
+    none. Raises as `matching_files`, for all patterns at once."""
     matches = matching_files((*patterns, *apart), suffixes)
     files = {piece.path: piece for pieces in matches.values() for piece in pieces}
     held_out = {piece.path for pattern in apart for piece in matches[pattern]}

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from jaxtrain.state_format.slots import AS_THEY_REST, AllSlots
 
-Leaf = jax.Array | jax.ShapeDtypeStruct
+ArrayOrShape = jax.Array | jax.ShapeDtypeStruct
 """Of a state, or of the template of one."""
 
 
@@ -104,7 +104,7 @@ def arrays_of(state: PyTree) -> dict[str, jax.Array]:
     return {name: _data(leaf) for name, leaf in named_leaves(state).items() if leaf.size}
 
 
-def stored_shape(name: str, leaf: Leaf, slots: AllSlots) -> tuple[int, ...]:
+def stored_shape(name: str, leaf: ArrayOrShape, slots: AllSlots) -> tuple[int, ...]:
     """Returns the stored shape of a leaf at rest, or of its template."""
     shape = tuple(leaf.shape)
     return slots[name].stored(shape) if name in slots else shape
@@ -148,7 +148,7 @@ def mismatches(
     return problems + [f"{name}: stored {records[name]}, not asked for" for name in extra]
 
 
-def _is_key(leaf: Leaf) -> bool:
+def _is_key(leaf: ArrayOrShape) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -161,7 +161,7 @@ def _data(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _data_spec(leaf: Leaf) -> jax.ShapeDtypeStruct:
+def _data_spec(leaf: ArrayOrShape) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding of the leaf's array on disk."""
     sharding = getattr(leaf, "sharding", None)
     if not _is_key(leaf):

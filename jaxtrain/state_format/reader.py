@@ -24,7 +24,7 @@ READERS, STORE_READERS = 4, 16
 AHEAD = 2**28
 """Bytes of leaves that are read together, if one alone has not more."""
 
-Read = Callable[[Chunk, np.dtype], np.ndarray]
+ReadChunk = Callable[[Chunk, np.dtype], np.ndarray]
 """Returns the verified elements of a chunk. Raises ValueError with the damage; OSError."""
 
 
@@ -36,7 +36,7 @@ class Damaged(ValueError):
         super().__init__("; ".join(damages))
 
 
-def read_from(directory: AnyPath) -> Read:
+def read_from(directory: AnyPath) -> ReadChunk:
     """Returns a reader of the packs in one directory."""
     return lambda chunk, dtype: read_chunk(directory / chunk.pack, chunk, dtype)
 
@@ -44,7 +44,7 @@ def read_from(directory: AnyPath) -> Read:
 def read_arrays(
     manifest: Manifest,
     specs: dict[str, jax.ShapeDtypeStruct],
-    read: Read | None = None,
+    read: ReadChunk | None = None,
     slots: AllSlots = AS_THEY_REST,
 ) -> dict[str, jax.Array]:
     """Returns the arrays of `specs` on this process's devices, by their shardings; in `slots` where
@@ -86,7 +86,7 @@ def read_arrays(
     return arrays
 
 
-def verify_chunks(manifest: Manifest, read: Read | None = None) -> list[str]:
+def verify_chunks(manifest: Manifest, read: ReadChunk | None = None) -> list[str]:
     """Returns a line for each damaged chunk, of all; [] when every byte is as it was written."""
     read = read or read_from(manifest.directory)
     dtypes = {leaf: record.stored[1] for leaf, record in manifest.leaves.items()}
@@ -128,7 +128,7 @@ class _LeafRead(NamedTuple):
         size = sum(chunk.size for chunk in overlapping)
         return cls(name, spec, slots, devices_of, overlapping, size, [])
 
-    def begun(self, pool: Executor, read: Read) -> _LeafRead:
+    def begun(self, pool: Executor, read: ReadChunk) -> _LeafRead:
         """Returns this leaf, whose chunks are being read."""
         attempt = partial(_attempt, read=read, dtype=np.dtype(self.spec.dtype))
         return self._replace(results=[pool.submit(attempt, chunk) for chunk in self.chunks])
@@ -149,7 +149,7 @@ class _LeafRead(NamedTuple):
 
 
 def _attempt(
-    chunk: Chunk, *, read: Read, dtype: np.dtype, keep: bool = True
+    chunk: Chunk, *, read: ReadChunk, dtype: np.dtype, keep: bool = True
 ) -> np.ndarray | str | None:
     """Returns the chunk's elements (None if not `keep`), or its damage as text."""
     try:

@@ -25,7 +25,7 @@ from jaxtrain.collectives.lax_form import Lax
 from jaxtrain.collectives.named import AllReduce, gradient_sum, sum_over
 from jaxtrain.collectives.order import after
 from jaxtrain.collectives.vary import same, vary
-from jaxtrain.compression.residuals import Residuals
+from jaxtrain.compression.residuals import CodecState
 from jaxtrain.compression.sums import pay_back
 from jaxtrain.losses.cross_entropy import LossSums
 from jaxtrain.mesh.axes import Dims
@@ -46,7 +46,7 @@ class Gradients(NamedTuple):
     sums: LossSums
     grads: Leaves
     model_state: Leaves
-    residuals: Residuals = {}  # noqa: RUF012 (never changed)
+    residuals: CodecState = {}  # noqa: RUF012 (never changed)
     exact: Leaves = {}  # noqa: RUF012
 
 
@@ -245,8 +245,8 @@ class StepSums(Protocol):
         ...
 
     def __call__(
-        self, grads: Leaves, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
-    ) -> tuple[Leaves, Residuals, Leaves]:
+        self, grads: Leaves, state: CodecState, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Leaves, CodecState, Leaves]:
         """Inside shard_map: returns (sums, new state, exact sums of `measured`). grads: of scale *
         loss, from `LocalSums`. count: the loss's divisor."""
         ...

@@ -15,8 +15,8 @@ from jaxtrain.pipeline.schedule import Schedule
 
 
 class OnStages(NamedTuple):
-    """A pipeline: its schedule, the layout of layers, and the executor of its tables (benchmarks
-    use another)."""
+    """The pipeline of a step. schedule: its table. layout: the layers of each stage. executor: runs
+    the table; benchmarks use another one."""
 
     schedule: Schedule
     layout: StageLayout

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.arrays import Leaves
-from jaxtrain.compression.residuals import Residuals
+from jaxtrain.compression.residuals import CodecState
 from jaxtrain.compression.sums import CompressedSums
 from jaxtrain.step.gradients import Reduction
 
@@ -22,8 +22,8 @@ class ExactSums(NamedTuple):
     measured: Collection[str] = ()
 
     def __call__(
-        self, grads: Leaves, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
-    ) -> tuple[Leaves, Residuals, Leaves]:
+        self, grads: Leaves, state: CodecState, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Leaves, CodecState, Leaves]:
         return self.reduction.reduce_step(grads), state, {}
 
 
@@ -39,8 +39,8 @@ class WithCompression(NamedTuple):
         return self.compressed.parts if self.compressed.choice.measured else ()
 
     def __call__(
-        self, grads: Leaves, state: Residuals, scale: jax.Array, count: jax.Array, key: jax.Array
-    ) -> tuple[Leaves, Residuals, Leaves]:
+        self, grads: Leaves, state: CodecState, scale: jax.Array, count: jax.Array, key: jax.Array
+    ) -> tuple[Leaves, CodecState, Leaves]:
         unit = scale * jnp.where(count > 0, count, 1.0)
         split = self.reduction.scatter_remaining(grads)
         compressible = {k: g for k, g in split.items() if k in self.compressed.parts}

@@ -265,6 +265,6 @@ def _values(waiting: tuple[int, Mapping[str, Any]] | None) -> tuple[int, MetricV
 
 
 def _read(name: str, value: Any) -> Any:
-    """A scalar, or a list from an array with one dim."""
+    """Returns a metric as a Python number, or as a list if it is an array of one dim."""
     many = getattr(value, "ndim", 0) == 1
     return _plain(name, np.asarray(value).tolist()) if many else scalar(name, value)

@@ -58,8 +58,8 @@ class Vocabulary(Protocol):
     def encode_pairs(
         self, prompts: Sequence[str], texts: Sequence[str]
     ) -> list[tuple[np.ndarray, int]]:
-        """For each prompt and the text behind it, encoded as one: (ids, the first so many that have
-        nothing of the text)."""
+        """Returns (ids, n) for each prompt with the text behind it, encoded as one text: the first
+        n ids have nothing of `texts`."""
         ...
 
     def encode(self, text: str) -> list[int]: ...

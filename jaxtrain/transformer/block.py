@@ -44,7 +44,7 @@ class BlockConfig:
     post_norm: NormConfig | None = None
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     def __init__(self, config: BlockConfig, place: Place, *, key: jax.Array) -> None:
         self.config = config
         for branch in ("attention", "mlp"):

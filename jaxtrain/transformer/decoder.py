@@ -27,7 +27,7 @@ from jaxtrain.losses.preferences import local_segments
 from jaxtrain.models.description import ABILITIES, ModelDescription
 from jaxtrain.models.layered import (
     LayeredModel,
-    Tables,
+    TableMap,
     layer_key,
     stacked_blocks,
     vocabulary_table,
@@ -45,7 +45,7 @@ from jaxtrain.operations.head import Head
 from jaxtrain.remedies import resized, settled
 from jaxtrain.telemetry.flops import ModelFlops
 from jaxtrain.transformer.attention import Cache
-from jaxtrain.transformer.block import Block, BlockConfig
+from jaxtrain.transformer.block import BlockConfig, DecoderBlock
 from jaxtrain.transformer.decoder_fields import DecoderFields
 from jaxtrain.transformer.describe import describe_block
 from jaxtrain.transformer.latent import LatentCache
@@ -175,7 +175,7 @@ class Decoder(LayeredModel):
         return block(x, context, comm, layer=layer)[0]
 
     def enter(
-        self, tables: Tables, batch: Arrays, context: Context, comm: Communicator, loop: LayerLoop
+        self, tables: TableMap, batch: Arrays, context: Context, comm: Communicator, loop: LayerLoop
     ) -> jax.Array:
         x = self.embed(tables["embedding"], batch["tokens"], context, comm)
         for i, block in enumerate(self.prefix):
@@ -184,7 +184,7 @@ class Decoder(LayeredModel):
 
     def leave(
         self,
-        tables: Tables,
+        tables: TableMap,
         x: jax.Array,
         batch: Arrays,
         context: Context,
@@ -241,7 +241,7 @@ class Decoder(LayeredModel):
         given = {"tokens": tokens, "segments": segments, "positions": positions}
         return {name: values for name, values in given.items() if values is not None}
 
-    def blocks(self, comm: Local) -> Iterator[Block]:
+    def blocks(self, comm: Local) -> Iterator[DecoderBlock]:
         """Yields the layers in natural order, each with its parameters in the compute dtype."""
         prefix, parts, suffix = (
             [take_apart(block) for block in blocks]
@@ -273,7 +273,7 @@ class Decoder(LayeredModel):
         return self.norm(x)
 
     def _head(
-        self, tables: Tables, x: jax.Array, comm: Communicator
+        self, tables: TableMap, x: jax.Array, comm: Communicator
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the gathered head, and x, for which a gather waits."""
         name = "embedding" if self.config.tied else "head"
@@ -380,13 +380,13 @@ def _real_tokens(batch: Arrays, comm: Communicator) -> jax.Array | None:
     return (local_segments(batch, comm) > 0).reshape(-1) if "segments" in batch else None
 
 
-def _block(config: BlockConfig, place: Place, key: jax.Array) -> Block:
-    return Block(config, place, key=key)
+def _block(config: BlockConfig, place: Place, key: jax.Array) -> DecoderBlock:
+    return DecoderBlock(config, place, key=key)
 
 
 def _gather_block(
-    block: Block, prefix: str, comm: Communicator, x: jax.Array
-) -> tuple[Block, jax.Array]:
+    block: DecoderBlock, prefix: str, comm: Communicator, x: jax.Array
+) -> tuple[DecoderBlock, jax.Array]:
     """Returns the block with its gathered parameters, and x, for which the gather waits."""
     part = take_apart(block)
     params, x = comm.gather(part.params, prefix, x)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.attention.rotary.rope import Rope
 from jaxtrain.moe.router import Balance, Capacity, SigmoidRouter, SoftmaxRouter
 from jaxtrain.nn.norm import NormConfig, RMSNorm
-from jaxtrain.remedies import Clash, Near, Way, under
+from jaxtrain.remedies import Clash, Near, NearSizes, under
 from jaxtrain.scores.function import ScoreFunction
 from jaxtrain.transformer.attention import AttentionConfig
 from jaxtrain.transformer.block import BlockConfig
@@ -205,7 +205,7 @@ def _unturned(
     size: int,
     described: str,
     sizes: Mapping[str, int | None],
-    ways: Sequence[Way],
+    ways: Sequence[NearSizes],
 ) -> list[str]:
     """Reasons why heads of this size cannot be turned. described: the size in terms of fields."""
     violations: list[str] = []

@@ -197,8 +197,8 @@ def _unanswered(messages: Messages, tools: list[dict[str, Any]] | None) -> Conve
 def _prompt_ids(
     tokenizer: KeptTokenizer, prompt: str | Conversation
 ) -> tuple[list[int], list[int], frozenset[int]]:
-    """Returns the id that begins a text, if there is one, a prompt's ids, and those that end what
-    follows."""
+    """Returns [bos] if the tokenizer begins texts with it, else []; the ids of the prompt; and the
+    ids at which the generated text ends."""
     if isinstance(prompt, str):
         first = [] if tokenizer.bos is None else [tokenizer.bos]
         return first, tokenizer.vocabulary.encode(prompt), tokenizer.ends

@@ -29,7 +29,7 @@ def saved(tmp_path: Path) -> Manifest:
         return manager.manifest(1)
 
 
-def read(saved: Manifest, read_chunk: reader.Read) -> None:
+def read(saved: Manifest, read_chunk: reader.ReadChunk) -> None:
     specs = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         for name, leaf in LEAVES.items()

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxtrain.attention.rotary.scaling import DynamicNtk, LongRope, RopeScaling, Scaled, Seq
+from jaxtrain.attention.rotary.scaling import (
+    DynamicNtk,
+    LongRope,
+    RopeScaling,
+    ScaledFrequencies,
+    Seq,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Rope:
         """Number of dims of a head that are turned."""
         return int(head_dim * self.partial_rotary_factor)
 
-    def frequencies(self, head_dim: int, seq: Seq) -> Scaled:
+    def frequencies(self, head_dim: int, seq: Seq) -> ScaledFrequencies:
         """Radians per position of each pair of dims, in a sequence of `seq` tokens. Raises
         ValueError on `violations`."""
         if problems := self.violations(head_dim):

@@ -20,7 +20,7 @@ Frequencies = Float64[np.ndarray, " pairs"]
 """Radians per position of each pair of dims."""
 Seq = int | Int[Array, ""]
 """Tokens of a sequence; an array where one program serves many lengths."""
-Scaled = Frequencies | Float[Array, " pairs"]
+ScaledFrequencies = Frequencies | Float[Array, " pairs"]
 """A JAX array only if the length is one."""
 
 
@@ -33,7 +33,7 @@ class RopeScaling(Protocol):
         """Factor of cos and sin; scores get its square."""
         ...
 
-    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> Scaled:
+    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> ScaledFrequencies:
         """Returns the changed frequencies. frequencies[i] of pair i is theta ** (-i / pairs)."""
         ...
 
@@ -73,7 +73,7 @@ class LinearScaling(_Unscaled):
     def __post_init__(self) -> None:
         _raise(_shortens(self.factor))
 
-    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> Scaled:
+    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> ScaledFrequencies:
         return frequencies / self.factor
 
 
@@ -97,7 +97,7 @@ class Llama3Scaling(_Unscaled):
             )
         _raise(problems + _no_length(self.original_seq))
 
-    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> Scaled:
+    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> ScaledFrequencies:
         turns = self.original_seq * frequencies / (2 * math.pi)
         low, high = self.low_freq_factor, self.high_freq_factor
         unchanged = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -150,7 +150,7 @@ class Yarn:
             return m(1.0)
         return m(self.mscale) / m(self.mscale_all_dim)
 
-    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> Scaled:
+    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> ScaledFrequencies:
         pairs = len(frequencies)
 
         def pair_of(turns: float) -> float:
@@ -181,7 +181,7 @@ class DynamicNtk(_Unscaled):
     def __post_init__(self) -> None:
         _raise(_shortens(self.factor) + _no_length(self.original_seq))
 
-    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> Scaled:
+    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> ScaledFrequencies:
         pairs, xp = len(frequencies), np if isinstance(seq, int) else jnp
         longer = xp.maximum(seq, self.original_seq) / self.original_seq
         grown = self.factor * longer - (self.factor - 1)
@@ -228,7 +228,7 @@ class LongRope:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_seq))
 
-    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> Scaled:
+    def scaled(self, frequencies: Frequencies, theta: float, seq: Seq) -> ScaledFrequencies:
         short, long = frequencies / self.short_factor, frequencies / self.long_factor
         if isinstance(seq, int):
             return long if seq > self.original_seq else short
